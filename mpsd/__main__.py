@@ -111,12 +111,12 @@ def stop(config: Path | None, root: Path | None, simulate: int | None, control: 
     Ctrl-C leaves those that are left running. The options are those that mpsd was started with. The service of systemd
     is stopped by systemd: systemctl start mpsd-stop-daemons.service.
     """
-    from mpsd.system.host import event_loop, running
+    from mpsd.system.host import event_loop, installation
     from mpsd.system.host.configuration import read_configuration
 
     settings = read_configuration(config)
     settings = settings if root is None else settings.under(root.absolute())
-    event_loop.run(running.end(settings.paths.runtime_dir))
+    event_loop.run(installation.end(settings.paths.runtime_dir))
     _run(config, root, simulate, control, drain=True, stop_now=True)
 
 

@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING, Final, cast
 
 from mpsd import __version__
 from mpsd.core.configuration.document import from_mapping
-from mpsd.core.doctor.finding import Check, Mend, Result, Verdict, examine
-from mpsd.core.doctor.observed import Answers, ClientSeen, Observed, ProcessSeen, Report, ServiceSeen, SocketSeen
+from mpsd.core.doctor.finding import (
+    Answers,
+    Check,
+    ClientSeen,
+    Mend,
+    Observed,
+    ProcessSeen,
+    Report,
+    Result,
+    ServiceSeen,
+    SocketSeen,
+    Verdict,
+    examine,
+)
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
-from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
+from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
 from mpsd.system.processes import namespaces
 
 if TYPE_CHECKING:
@@ -201,7 +213,7 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
         looked = [
-            clients.look(int(pid), lease["id"], gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"]))
+            proc.look(int(pid), lease["id"], gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"]))
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))

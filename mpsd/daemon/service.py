@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mpsd.core import roles
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.users import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.events import EventName
@@ -165,7 +165,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
     """Compose the node: each part gets the parts that it uses. The owner of two parts connects their signals."""
     settings, half_life = LiveSettings(plan.settings), plan.settings.admission.usage_half_life
     gpus = Gpus(source, ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log), log)
-    ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(stores.accounts, half_life)))
+    ledger = Ledger(plan.settings.admission, Usage(half_life, stored_usage(stores.accounts, half_life)))
     quarantine = Quarantine(run_dir.quarantines, settings, log)
     pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
     endings = Endings(EndStore(run_dir.ends), settings, log)

@@ -21,7 +21,7 @@ from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.protocol import podresources_pb2 as podresources
 from mpsd.system import clock
 from mpsd.system.files import atomic_file
-from mpsd.system.processes import named_groups, proc
+from mpsd.system.processes import control_groups, proc
 from mpsd.system.processes.control_groups import OpenGroup
 
 VERSION: Final = "v1beta1"
@@ -114,7 +114,7 @@ def group_of(pod: str, settings: Settings) -> Iterator[OpenGroup | None]:
 
 def _open(path: str) -> OpenGroup | None:
     try:
-        return named_groups.named(path)
+        return control_groups.named(path)
     except InvalidRequestError:
         return None  # no group has this name
 

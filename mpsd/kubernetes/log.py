@@ -15,7 +15,7 @@ from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
-from mpsd.system.host import log_lines
+from mpsd.system.host import log_output
 
 
 class EventName(StrEnum):
@@ -54,7 +54,7 @@ class Log:
     """Logs events with their facts; any thread may call."""
 
     def __init__(self, form: LogFormat, stream: TextIO = sys.stderr) -> None:
-        processors = (_stamped, add_log_level, _harmless, *log_lines.rendering(form, stream))
+        processors = (_stamped, add_log_level, _harmless, *log_output.rendering(form, stream))
         self._log = structlog.wrap_logger(structlog.PrintLogger(stream), processors).bind()
         self._problems: dict[str, str] = {}
         """The last logged problem of each subject."""

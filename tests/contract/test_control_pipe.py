@@ -32,7 +32,7 @@ from mpsd.core.mps.limits import (
     LimitValue,
     Setting,
 )
-from mpsd.core.mps.log_events import ForeignCommand
+from mpsd.core.mps.log_parser import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
 from mpsd.system.mps.control_pipe import ControlPipe, Conversation

@@ -6,7 +6,7 @@ from typing import Final
 
 from mpsd.core.mps import log_parser
 from mpsd.core.mps.commands import echo_of
-from mpsd.core.mps.log_events import DaemonStarted, ForeignCommand, ServerExited, ServerStarting, Unaccounted
+from mpsd.core.mps.log_parser import DaemonStarted, ForeignCommand, ServerExited, ServerStarting, Unaccounted
 from tests.contract.differences import DIFFERENCES, answered
 from tests.contract.subjects import OWNER, Bench
 from tests.harness import wait_until

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from mpsd.core.admission.admission import Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.users import Usage
 from mpsd.core.model import Client, Known, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
-from mpsd.core.settings import LogFormat, Settings
+from mpsd.core.settings import Admission, LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.ends.steps import EndStore
@@ -222,7 +222,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         closing(Events(history, counter, count=1, age=1.0)) as events,
         (directory / "log").open("a") as stream,
     ):
-        ledger, log = Ledger(AdmissionRules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
+        ledger, log = Ledger(Admission(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
         settings = LiveSettings(Settings().under(directory))
         run_dir = RunDir(settings.current, 0)
         quarantine = Quarantine(directory / "quarantines.json", settings, log)

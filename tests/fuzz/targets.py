@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
 from mpsd.core import holders
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.users import Usage
 from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
@@ -29,28 +29,27 @@ from mpsd.core.enforcement.ceiling import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.metrics import families
-from mpsd.core.metrics.samples import Samples
-from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
+from mpsd.core.metrics.families import Samples
+from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack, Unknown
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
-from mpsd.core.mps.log_events import ForeignCommand, Unaccounted, UnknownLine
+from mpsd.core.mps.log_parser import ForeignCommand, Unaccounted, UnknownLine
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.sanitize import harmless_json, plain, text
-from mpsd.core.settings import ControlDaemon, LogFormat, Settings
+from mpsd.core.settings import Admission, ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon.api import bodies, lease_handlers
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.control import control_log
-from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.control import control_log, drainer
 from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.control.process import DaemonRecord, orphans
 from mpsd.daemon.control.state import DeathTally, Ended
-from mpsd.daemon.http.problems import problem_answer
+from mpsd.daemon.http.message import problem_answer
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore, UnrestoredLease
 from mpsd.daemon.leases.quarantine import Quarantine
@@ -60,6 +59,7 @@ from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock
+from mpsd.system.files import encoding
 from mpsd.system.files.database import Database
 from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.files.rundir import RunDir
@@ -335,15 +335,14 @@ def intention(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intention"
         path.write_bytes(data)
-        found = OperatorIntent(path)
+        found = drainer.OperatorIntent(path)
         found.load()
-        if found.damaged:
+        if isinstance(encoding.load(path, drainer._File), Unknown):
             assert found.desired.intent is Intent.HOLD
             return
         found.store(found.desired)
-        again = OperatorIntent(path)
+        again = drainer.OperatorIntent(path)
         again.load()
-        assert not again.damaged
         assert (again.desired, again.ended) == (found.desired, found.ended)
         assert len(again.ended) <= 16
 
@@ -363,7 +362,6 @@ def record(data: bytes) -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
             log = configure(LogFormat.JSON, stream=stream)
             found = DaemonRecord(paths, log)
-            found.load()
             found.find()
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
@@ -371,7 +369,6 @@ def record(data: bytes) -> None:
             let_in.resume(ProcessIdentity(9, 1))
             quarantine = Quarantine(Path(folder) / "quarantines", LiveSettings(Settings()), log)
             deaths = DeathTally(paths.death_tally, let_in, quarantine, log)
-            deaths.load()
             deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
             position = Record(paths.reading, control_log._Reading, log).load()
             if position is not None:
@@ -396,7 +393,7 @@ def stored_lease(data: bytes) -> None:
         closing(Database(Path(directory, "leases.db"), LEASES_SCHEMA)) as database,
     ):
         completeness = Completeness(LeaseStore(database), configure(LogFormat.JSON, stream=stream))
-        ledger = Ledger(AdmissionRules(), Usage(60.0, {}))
+        ledger = Ledger(Admission(), Usage(60.0, {}))
         try:
             lease = msgspec.json.decode(text_of(data), type=Lease)
         except NOT_UNDERSTOOD as error:

@@ -9,9 +9,8 @@ import pytest
 
 from mpsd.core.roles import Role
 from mpsd.daemon.api.openapi import document
-from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES, Handlers
-from mpsd.daemon.api.table import Route
+from mpsd.daemon.api.table import RequestBody, RequestQuery, Route
 from tests.gate.source import modules, nodes
 
 TABLE: Final = "mpsd/daemon/api/routes.py"

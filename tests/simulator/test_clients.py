@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.mps.log_events import ClientArrived, ServerExited, ServerFaulted, ServerReady
-from mpsd.core.mps.log_parser import LogReader
+from mpsd.core.mps.log_parser import ClientArrived, LogReader, ServerExited, ServerFaulted, ServerReady
 from mpsd.simulator.answers import BRANCHES
 from tests.contract.subjects import AS_STRANGER, STRANGER, as_root
 from tests.harness import look_at, wait_until

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
-from mpsd.cli.leases import caller, end, find, start
+from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
 from mpsd.cli.options import DURATION, PERCENTAGE, WAIT, Single, gpu_names, lease_names, program
 from mpsd.cli.render import amounts, numbers_of_gpus
@@ -379,7 +379,7 @@ def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
     def end_one(lease: str) -> None:
         is_released = True
         if end_clients:
-            is_released = end.follow(api, lease)
+            is_released = find.end_with_clients(api, lease)
         else:
             api.release(lease)
         click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")

@@ -12,7 +12,7 @@ import click
 
 from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
 from mpsd.cli.commands.admit import with_request
-from mpsd.cli.leases import end, start
+from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
 from mpsd.cli.options import DURATION, lease_names
 from mpsd.cli.tables import PLAIN, columns_of, table
@@ -291,7 +291,7 @@ def stop(api: Api, name: str, runtime: str) -> None:
         if lease is None:
             note(f"{name} has no lease")
         else:
-            end.follow(api, lease)
+            find.end_with_clients(api, lease)
         if not _process_of(runtime, name)[1]:
             return  # the lease ended with its last client
     click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))

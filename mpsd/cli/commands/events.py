@@ -14,8 +14,7 @@ import click
 from mpsd.cli import render, tables
 from mpsd.cli.command import note, with_api, with_form
 from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
-from mpsd.cli.history.selection import GpuNames, Selector, matching_kinds
-from mpsd.cli.history.sentences import line
+from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds
 from mpsd.cli.history.story import Story, lines_of, story_of
 from mpsd.cli.options import MOMENT, TIME, daemon_names, gpu_names, lease_names
 from mpsd.client import Api

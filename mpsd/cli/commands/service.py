@@ -14,7 +14,7 @@ import click
 
 from mpsd.cli.command import environment, note, of_files, with_api
 from mpsd.cli.commands.admit import with_request
-from mpsd.cli.leases import end, start
+from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
@@ -258,7 +258,7 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
 def unit_end_clients(api: Api, unit: str) -> None:
     """End the clients of a unit before it stops; called by the drop-in of `wrap --end-clients`."""
     if lease := _noted(Path(environment_file(unit))):
-        end.follow(api, lease)
+        find.end_with_clients(api, lease)
 
 
 def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer_types.Lease | None":

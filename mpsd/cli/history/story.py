@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.cli.command import now
 from mpsd.cli.history import sentences
-from mpsd.cli.history.selection import GpuNames, Selector, leases_of
+from mpsd.cli.history.sentences import GpuNames, Selector, leases_of
 from mpsd.cli.leases import find
 from mpsd.cli.leases.caller import use
 from mpsd.cli.render import (

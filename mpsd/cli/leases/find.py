@@ -1,16 +1,18 @@
-"""The leases that a user names: by id, the beginning of one, or a name; and the lease without a name."""
+"""The lease that a user names, by id, the beginning of one, or a name; the lease of this process; and a lease's end."""
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import say
+from mpsd.cli.command import SignalledError, note, say
+from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, MpsdError
+from mpsd.core.errors import InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -103,3 +105,60 @@ def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> N
             worst = max(worst, error.exit_code)
     if worst:
         click.get_current_context().exit(worst)
+
+
+# -- the end of a lease with its clients -------------------------------------------------------------------------------
+
+# It is requested once, and followed until it is complete, even by another mpsd.
+
+_QUIET: Final = 2.0
+"""Seconds after which the progress is shown."""
+
+
+def end_with_clients(api: Api, lease: str) -> bool:
+    """End a lease with its clients, and return when it has ended; tell whether this ended it.
+
+    Raises MpsdError where that could not begin, and NotFoundError where the lease had ended before its clients.
+    """
+    before = api.lease(lease)
+    if before["state"] == _ENDED:
+        _check_clients(api, before)
+        return False
+    found, began = api.end(lease), time.monotonic()
+    shown, until_next = "", pauses()
+    with raised_signals():
+        try:
+            while found["state"] != _ENDED:
+                time.sleep(next(until_next))
+                try:
+                    found = api.lease(lease)
+                    progress = f"{found['because']}; its clients: {', '.join(map(str, found['clients'])) or 'none'}"
+                except UnreachableError:
+                    progress = "mpsd is gone; the next mpsd continues"
+                except NotFoundError:
+                    break  # the lease ended, and mpsd was restarted since
+                if progress != shown and found["state"] != _ENDED and time.monotonic() - began > _QUIET:
+                    shown = progress
+                    note(f"{lease}: {shown}")
+        except SignalledError:
+            note(f"the end of {lease} continues")
+            raise
+    return True
+
+
+def _check_clients(api: Api, ended: "answer_types.Lease") -> None:
+    """Raise NotFoundError for an ended lease whose clients still run: they are clients without a lease by now."""
+    left = {
+        each["pid"]: each["daemon"]
+        for each in api.clients()["clients"]
+        if each["pid"] in ended["clients"] and each["lease"] is None and each["uid"] == ended["owner"]["uid"]
+    }
+    if not left:
+        return
+    pids, daemons = " ".join(map(str, left)), dict.fromkeys(left.values())
+    raise NotFoundError(
+        f"{ended['id']} had ended already ({ended['because']}); its clients {', '.join(map(str, left))} still run,"
+        " without a lease",
+        hint=f"end them: kill {pids}; or, as an administrator, with all other clients of the GPU: "
+        + ", ".join(f"mpsctl restart {each} --timeout 0" for each in daemons),
+    )

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli.command import now
-from mpsd.cli.history.selection import leases_of
-from mpsd.cli.history.sentences import sentence
+from mpsd.cli.history.sentences import leases_of, sentence
 from mpsd.cli.history.story import story_of
 from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of

@@ -10,8 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.accounting.accounts import LeaseRecord
-from mpsd.core.accounting.series import OTHERS, SECOND, Period, Series
+from mpsd.core.accounting.accounts import OTHERS, SECOND, LeaseRecord, Period, Series
 from mpsd.core.units import MIB
 
 _KEYS: Final = 1000

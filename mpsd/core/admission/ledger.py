@@ -13,13 +13,13 @@ from msgspec import Struct, structs
 
 from mpsd.core import holders
 from mpsd.core.admission import admission
-from mpsd.core.admission.admission import Amount, Candidate, Offer, Offers, Shortage
+from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Offers, Shortage
 from mpsd.core.admission.queue import Queue, reserve
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.users import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import CapacityError, RequestIdReusedError, TooManyLeasesError
 from mpsd.core.model import AttachedProcess, Claim, Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
-from mpsd.core.settings import Admission, Placement
+from mpsd.core.settings import Admission
 
 
 class Now(Struct, frozen=True):
@@ -27,25 +27,6 @@ class Now(Struct, frozen=True):
 
     seconds: float
     time: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRules:
-    """The operator's rules."""
-
-    placement: Placement = Placement.BEST_FIT
-    queue_length: int = 1000
-    leases: int = 10_000
-    patience: float = 300.0
-    """Seconds for which requests of users with a lower recent usage can overtake a request that stands first."""
-    queue_per_uid: int = 128
-
-    @classmethod
-    def of(cls, settings: Admission) -> "AdmissionRules":
-        """Return the rules that the settings contain."""
-        return cls(
-            settings.placement, settings.queue_length, settings.leases, settings.patience, settings.queue_per_uid
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +40,7 @@ class QueuePlace:
 class Ledger:
     """The leases that have not ended, by id: those that hold a share, and those that wait for one."""
 
-    def __init__(self, rules: AdmissionRules, usage: Usage) -> None:
+    def __init__(self, rules: Admission, usage: Usage) -> None:
         self.rules = rules
         self.usage = usage
         self.leases: dict[str, Lease] = {}
@@ -275,9 +256,7 @@ class Ledger:
             lease = structs.replace(lease, lost=tuple(each for each in lease.lost if each in lease.clients))
         self.leases[lease_id] = lease
         if lease.request.processes is None:
-            uid, has = lease.owner.uid, self._users[lease.owner.uid]
-            holds = has.holds + self._room.enter_lease(lease) - self._room.leave_lease(before)
-            self._users[uid] = UserTotals(has.leases, holds, has.awaits)
+            self._count(lease, holds=self._room.enter_lease(lease) - self._room.leave_lease(before))
         return lease
 
     def lose(self, lease_id: str, lost: tuple[ProcessIdentity, ...]) -> Lease:
@@ -399,41 +378,37 @@ class Ledger:
         return granted
 
     def _enter(self, lease: Lease, now: float) -> None:
-        uid = lease.owner.uid
-        has = self._users.get(uid, NEWCOMER)
-        holds = has.holds + self._room.enter_lease(lease)
         self.leases[lease.id] = lease
-        self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
-        self._weigh((uid,), now)
+        self._count(lease, 1, holds=self._room.enter_lease(lease))
+        self._weigh((lease.owner.uid,), now)
         if lease.claim is not None:
             self._claimed.add(lease.id)
         self._note_deadline(lease)
 
     def _leave(self, lease: Lease, now: float) -> None:
-        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
-        holds = has.holds - self._room.leave_lease(lease)
         del self.leases[lease.id]
-        if has.leases > 1:
-            self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
-        self._weigh((uid,), now)
+        self._count(lease, -1, holds=NOTHING - self._room.leave_lease(lease))
+        self._weigh((lease.owner.uid,), now)
         self._deadlines.pop(lease.id, None)
         self._claimed.discard(lease.id)
 
     def _join_queue(self, lease: Lease) -> None:
-        uid, has = lease.owner.uid, self.user(lease.owner.uid)
         worth = self.worth(lease.request)  # first, because it refuses an invalid request
         self._queue.add(lease)
         self._worth[lease.id] = worth
-        self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
+        self._count(lease, 1, awaits=worth)
         self._note_deadline(lease)
 
     def _leave_queue(self, lease: Lease) -> None:
-        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
         self._queue.remove(lease.id)
-        worth = self._worth.pop(lease.id)
-        if has.leases > 1:
-            self._users[uid] = UserTotals(has.leases - 1, has.holds, has.awaits - worth)
+        self._count(lease, -1, awaits=NOTHING - self._worth.pop(lease.id))
         self._deadlines.pop(lease.id, None)
+
+    def _count(self, lease: Lease, leases: int = 0, *, holds: Amount = NOTHING, awaits: Amount = NOTHING) -> None:
+        """Add these differences to what the user of a lease has; a user without a lease is forgotten."""
+        has = self._users.pop(lease.owner.uid, NEWCOMER)
+        if has.leases + leases:
+            self._users[lease.owner.uid] = UserTotals(has.leases + leases, has.holds + holds, has.awaits + awaits)
 
     def _note_deadline(self, lease: Lease) -> None:
         if lease.state is LeaseState.WAITING:
@@ -451,10 +426,7 @@ class Ledger:
         """Value again what all users wait for, by the present capacity of the node."""
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
-            has = self._users[lease.owner.uid]
-            self._users[lease.owner.uid] = UserTotals(
-                has.leases, has.holds, has.awaits - before + self._worth[lease.id]
-            )
+            self._count(lease, awaits=self._worth[lease.id] - before)
 
     def _weigh(self, uids: Iterable[int], now: float) -> None:
         """Weigh what users hold by the present capacity of the node."""

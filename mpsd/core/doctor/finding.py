@@ -1,12 +1,340 @@
-"""Checks, and their findings."""
+"""The observations of a node that the checks judge, the form of a check and of its findings, and how checks are run.
+
+An observation is a value that was read once, or Unknown, with the reason. Any user may have written a text in it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias, TypeVar
 
-from mpsd.core.doctor.observed import Observed, T, known
-from mpsd.core.model import Reading, Unknown
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.gpus import Condition
+from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.settings import Settings
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+_NOT_LOOKED: Final = Unknown("it was not checked")
+
+
+def known(reading: Reading[T]) -> T | None:
+    """Return the value of a reading; None where it failed."""
+    return reading.value if isinstance(reading, Known) else None
+
+
+# -- mpsd --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A sentence of a running mpsd about its node: a reason, a warning, a violation or a note."""
+
+    verdict: str
+    """The verdict that it deserves: `fail`, `warn` or `note`."""
+    because: str
+    hint: str | None = None
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A running mpsd's answers."""
+
+    version: str
+    simulated: bool
+    settings: Reading[Settings]
+    """The settings in force."""
+    reports: tuple[Report, ...] = ()
+    daemons: frozenset[int] = frozenset()
+    """The pids of its control daemons."""
+    servers: frozenset[int] = frozenset()
+    """The pids of their servers, orphans included."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketSeen:
+    """The API socket from this caller's view."""
+
+    path: Path
+    kind: str | None
+    """`socket`, another kind of file, or None where there is nothing."""
+    mode: int = 0
+    owner: int = 0
+    listener: tuple[int, int] | None = None
+    """The pid and uid of the listener; pid 0 where that process is in a pid namespace that the caller does not see."""
+    closed: Path | None = None
+    """The first directory of the path that the caller cannot traverse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigurationSeen:
+    """The configuration file of mpsd."""
+
+    path: Path
+    settings: Reading[Settings]
+    remedy: str = ""
+    """The remedy for a file that does not parse."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSeen:
+    """mpsd itself."""
+
+    version: str
+    """The version of the calling mpsctl."""
+    socket: SocketSeen
+    answers: Reading[Answers]
+    remedy: str = ""
+    """The remedy where mpsd does not answer."""
+    process: int | None = None
+    """The pid of the mpsd that listens on the socket, or holds the lock."""
+    lock_holder: Reading[int | None] = _NOT_LOOKED
+    """The pid of the process that holds the lock of the runtime directory."""
+    units: Reading[Mapping[str, Mapping[str, str]]] = _NOT_LOOKED
+    """systemd's properties of mpsd's units, for those that it has."""
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """A process of MPS, or an mpsd, from /proc."""
+
+    pid: int
+    part: str
+    """`mpsd`, or its part in MPS: control daemon, server, front-end."""
+    uid: int
+    parent: int
+    state: str
+    """The letter of proc(5): T is stopped, Z has ended and was not waited for."""
+    arguments: tuple[str, ...]
+    executable: Reading[str]
+    """Ends in ` (deleted)` where the program was replaced after it was started."""
+    variables: Reading[Mapping[str, str]]
+    """Its CUDA_* environment at its start."""
+    shared_memory: Reading[int]
+    """The device of its /dev/shm."""
+    lookalike: bool = False
+    """Whether only its name, arguments and environment identify it, which any user can forge."""
+    apart: bool = False
+    """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
+
+    @property
+    def pipe_directory(self) -> str | None:
+        """The pipe directory that it was started with; None where it has none, or that cannot be read."""
+        return (known(self.variables) or {}).get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSeen:
+    """A process that holds a lease on a GPU, or is a client of one."""
+
+    pid: int
+    lease: str
+    gpu: str
+    """The UUID of the GPU."""
+    granted: int
+    """Bytes of memory that the lease has on that GPU."""
+    arguments: tuple[str, ...]
+    variables: Reading[Mapping[str, str]]
+    """Its environment at its start, as far as CUDA and frameworks use it."""
+    frameworks: frozenset[str] = frozenset()
+    """The framework libraries that it has loaded, as far as that can be read."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The free space for one of mpsd's directories."""
+
+    path: Path
+    """The directory, or its nearest existing ancestor, which is on the same file system."""
+    free: int
+    """Free bytes for the calling user."""
+    free_files: int | None
+    """Free inodes; None where the file system does not count them."""
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipeDirectorySeen:
+    """A pipe directory: mpsd's own, or one of the defaults that clients try."""
+
+    name: str
+    path: Path
+    entries: Reading[tuple[str, ...]]
+    """Files that a control daemon leaves there: sockets, lock, FIFO, pid file."""
+    listening: bool
+    """Whether a socket of this path in this network namespace accepts connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedVersions:
+    """The versions that the logs of a control daemon name (R580 on)."""
+
+    name: str
+    log: Path
+    cuda: int | None = None
+    """The CUDA version of the control program, such as 13000."""
+    driver: str | None = None
+    """The driver version of its last server, such as 580."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSeen:
+    """Files on the disk."""
+
+    apart: tuple[Path, ...] = ()
+    """Those of mpsd's directories that were not inspected, because the caller is in another container and has
+    others."""
+    unfit: tuple[tuple[str, str], ...] = ()
+    """Why mpsd would not start with these directories, each with the remedy."""
+    space: tuple[Space, ...] = ()
+    own: tuple[PipeDirectorySeen, ...] = ()
+    """The pipe directories below mpsd's runtime directory."""
+    usual: tuple[PipeDirectorySeen, ...] = ()
+    """The default directories that clients try."""
+    versions: Reading[tuple[LoggedVersions, ...]] = _NOT_LOOKED
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSeen:
+    """A GPU, as NVML shows it to the caller."""
+
+    gpu: Gpu
+    usage: Reading[GpuUsage]
+    condition: Reading[Condition]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGpus:
+    """All GPUs of the node."""
+
+    driver: str
+    """The driver's version."""
+    cuda: int | None
+    """The driver's CUDA version, such as 13000."""
+    gpus: tuple[GpuSeen, ...]
+    unreadable: Mapping[int, str]
+    """Why a GPU cannot be read, by index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The record of the compute modes that mpsd must restore."""
+
+    path: Path
+    found: Reading[Mapping[str, ComputeMode]]
+    damaged: bool = False
+    """Whether `found` is unknown because the file does not parse."""
+    aside: Path | None = None
+    """An earlier record that did not parse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """CUDA's library, where the loader finds it, and the version in its name."""
+
+    path: Path
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpusSeen:
+    """The GPUs, the driver, and the control program."""
+
+    node: Reading[NodeGpus]
+    remedy: str = ""
+    """The remedy where NVML does not answer."""
+    simulated: bool = False
+    program: Path | None = None
+    """The control program, where one is found."""
+    server: Path | None = None
+    """The program of its servers, where one is found."""
+    library: Library | None = None
+    package: tuple[str, str] | None = None
+    """The package that contains the control program, and its version."""
+    left: Left | None = None
+    many_users: Reading[bool] = _NOT_LOOKED
+    """Whether the control program supports -multiuser-server."""
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryPlace:
+    """The file system at /dev/shm."""
+
+    file_system: str
+    bytes: int
+    free: int
+    mode: int
+    read_only: bool
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNode:
+    """A device file of NVIDIA's driver; its mode is None where it does not exist."""
+
+    path: Path
+    mode: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of the kernel's log, or of auditd's."""
+
+    age: float
+    """Seconds since it was written."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeen:
+    """The machine from the caller's view."""
+
+    uid: int
+    variables: Mapping[str, str]
+    """The caller's own environment, as far as MPS and mpsd use it."""
+    kernel: str
+    first_pid_namespace: bool
+    """Whether the caller is in the machine's initial pid namespace, and so sees every process."""
+    shared_memory: Reading[SharedMemoryPlace]
+    logs: Mapping[str, Reading[tuple[LogLine, ...]]] = field(default_factory=dict)
+    """The latest lines of the kernel's log, and of auditd's, which keeps denials out of it; empty without auditd."""
+    devices: tuple[DeviceNode, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All observations that the checks judge."""
+
+    settings: Settings
+    """The settings to judge by: a running mpsd's own, else the file's, else the defaults."""
+    configuration: ConfigurationSeen
+    service: ServiceSeen
+    files: FilesSeen
+    processes: Reading[tuple[ProcessSeen, ...]]
+    gpus: GpusSeen
+    host: HostSeen
+    clients: Reading[tuple[ClientSeen, ...]] = _NOT_LOOKED
+    """The processes with leases that the caller may see."""
+
+
+# -- checks and findings -----------------------------------------------------------------------------------------------
 
 AS_ROOT: Final = "run it as root, on the host"
 """The remedy for something that could not be inspected: the caller lacks the rights, or is in a container."""

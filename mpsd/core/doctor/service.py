@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core import reload
-from mpsd.core.doctor.finding import Finding, Verdict, check, fail, unknown, unread, warn
-from mpsd.core.doctor.observed import Observed, known
+from mpsd.core.doctor.finding import Finding, Observed, Verdict, check, fail, known, unknown, unread, warn
 from mpsd.core.model import Unknown
 from mpsd.core.settings import Settings
 

@@ -2,15 +2,15 @@
 
 from typing import Final
 
-from mpsd.core.doctor import clients, driver, gpus, host, paths, processes, service
+from mpsd.core.doctor import gpus, host, processes, service
 from mpsd.core.doctor.finding import Check
 
 FAMILIES: Final[dict[str, tuple[Check, ...]]] = {
     "mpsd": service.CHECKS,
-    "files": paths.CHECKS,
+    "files": host.PATH_CHECKS,
     "processes": processes.CHECKS,
-    "clients": clients.CHECKS,
-    "driver": driver.CHECKS,
+    "clients": processes.CLIENT_CHECKS,
+    "driver": gpus.DRIVER_CHECKS,
     "GPUs": gpus.CHECKS,
     "machine": host.CHECKS,
 }

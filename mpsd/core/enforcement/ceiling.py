@@ -94,14 +94,14 @@ def each_process(lease: Lease, share: Share) -> Limits:
     )
 
 
-class Awaited(Enum):
-    """How long the ceiling stays open for the processes of a lease."""
+class Expected(Enum):
+    """How long processes of a lease are expected, for which the ceiling stays open."""
 
     ALWAYS = auto()
     """As long as the lease lives, or until more is known; in strict mode, turn after turn."""
     ONCE = auto()
     """For a single turn. Processes that come later must request another (`mpsctl attach`)."""
-    NOBODY = auto()
+    NOT = auto()
     """Not at all."""
 
 
@@ -129,7 +129,7 @@ def context_proof(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> C
     return ContextProof.SHOWN if process.memory.value else ContextProof.MISSING
 
 
-def awaited(processes: int | None, proofs: Sequence[ContextProof]) -> Awaited:
+def expected_in_turns(processes: int | None, proofs: Sequence[ContextProof]) -> Expected:
     """Return how long strict mode expects processes of a living lease on a GPU, given the proof of each client there.
 
     `processes` is the number of clients that the lease may have on the GPU; None: any number.
@@ -137,19 +137,19 @@ def awaited(processes: int | None, proofs: Sequence[ContextProof]) -> Awaited:
     # 1. Without a client, the first one may come at any time. A client without a context gets the limits of the moment
     #    when it makes one, and so has to have its lease's part until then, whatever is known about the others.
     if not proofs or ContextProof.MISSING in proofs:
-        return Awaited.ALWAYS
+        return Expected.ALWAYS
     # 2. Where NVML cannot tell, or further clients may come, there is no evidence to wait for: one turn has to do.
     if ContextProof.UNKNOWN in proofs or processes is None or len(proofs) < processes:
-        return Awaited.ONCE
+        return Expected.ONCE
     # 3. All of its clients have their limits for good.
-    return Awaited.NOBODY
+    return Expected.NOT
 
 
 class ExpectedClients:
     """The leases of one control daemon whose processes are still expected, in the order of their turns.
 
-    `awaited` decides how long each is expected in strict mode. A lease that is always expected gets its turn again and
-    again. One that is expected once gets a single turn, and its later processes must request another.
+    `expected_in_turns` decides how long each is expected in strict mode. A lease that is always expected gets its turn
+    again and again. One that is expected once gets a single turn, and its later processes must request another.
     """
 
     def __init__(self) -> None:
@@ -162,20 +162,20 @@ class ExpectedClients:
         """The leases for which a caller waits until the ceiling is open: their single turn begins only then."""
         self._slot: _Slot | None = None
 
-    def expect(self, lease_id: str, limits: Limits, how_long: Awaited, *, anew: bool = True) -> bool:
+    def expect(self, lease_id: str, limits: Limits, how_long: Expected, *, anew: bool = True) -> bool:
         """Expect processes of a lease, or stop expecting them; a single turn that has passed comes again if `anew`.
 
         Return whether the limits may have to change; they do not where other leases get the same limits.
         """
-        is_over = how_long is Awaited.ONCE and not anew and lease_id not in self._expected
-        if is_over or how_long is Awaited.NOBODY:
+        is_over = how_long is Expected.ONCE and not anew and lease_id not in self._expected
+        if is_over or how_long is Expected.NOT:
             return self.forget(lease_id)
         alike = 1
         if lease_id not in self._expected:
             self._expected[lease_id] = limits
             alike = self._sizes.get(limits, 0)
             self._sizes[limits] = alike + 1
-        if how_long is Awaited.ALWAYS:
+        if how_long is Expected.ALWAYS:
             self._once.discard(lease_id)
         elif lease_id not in self._asking:
             self._once.add(lease_id)
@@ -194,10 +194,10 @@ class ExpectedClients:
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
             self._slot.held = True
 
-    def answer(self, lease_id: str, how_long: Awaited, *, now: float) -> None:
+    def answer(self, lease_id: str, how_long: Expected, *, now: float) -> None:
         """Let the turn of a lease begin: the caller gets its answer now."""
         self._asking.discard(lease_id)
-        if how_long is Awaited.ONCE and self.expects(lease_id):
+        if how_long is Expected.ONCE and self.expects(lease_id):
             self._once.add(lease_id)
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
             self._slot = _Slot(lease_id, now, answered=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import NOTHING
-from mpsd.core.mps.log_events import (
+from mpsd.core.mps.log_parser import (
     ContextsMade,
     LimitGiven,
     LogEvent,

@@ -46,22 +46,22 @@ class VerifiedProcess:
     pid: int
     daemon: str
     gpu: str
-    server: int | None
-    mps: bool | None
-    """Whether it is a client of MPS there; None for the holder of a lease that was not seen on the GPU."""
     granted: ReadBack
-    in_force: ReadBack | None
-    """The maximum that it can use; None where that is unknown, and for a process that is not a client."""
-    at_least: ReadBack | None
-    """The minimum that it has; None in the same cases."""
-    held: int | None
-    """Bytes of the GPU's memory that it holds; None where that is unknown."""
     verdict: Verdict
     because: str
-    later: str = ""
-    """The deficit of its later contexts, in a sentence; empty where they have their part, too."""
     hint: str = ""
     """The remedy for a violation."""
+    server: int | None = None
+    mps: bool | None = None
+    """Whether it is a client of MPS there; None for the holder of a lease that was not seen on the GPU."""
+    in_force: ReadBack | None = None
+    """The maximum that it can use; None where that is unknown, and for a process that is not a client."""
+    at_least: ReadBack | None = None
+    """The minimum that it has; None in the same cases."""
+    held: int | None = None
+    """Bytes of the GPU's memory that it holds; None where that is unknown."""
+    later: str = ""
+    """The deficit of its later contexts, in a sentence; empty where they have their part, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _on(
     result = [_client(lease, share, each, held.get(each.identity), found, memory=memory) for each in there]
     for identity, process in held.items():
         if identity not in known:
-            result.append(_stranger(lease, share, identity, process))
+            result.append(_stranger(lease, share, identity.pid, process))
     unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
     result += [_unseen(lease, share, each.process, each) for each in unseen]
     # Where a lease has bearers, its holders are gone, or are clients.
@@ -162,12 +162,10 @@ def _on(
 
 def _unseen(lease: Lease, share: Share, process: ProcessIdentity, wrong: Violation | None) -> VerifiedProcess:
     """Judge a process of a lease that was not seen on the GPU of a share."""
-    on = (process.pid, share.daemon, share.gpu, None, None, violations.part(lease, share), None, None, None)
-    if wrong is not None:
-        return VerifiedProcess(*on, Verdict.VIOLATION, wrong.because, hint=wrong.hint)
     holds = "keeps the lease, whose token it carries," if process in lease.bearers else "holds the lease,"
     because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}"
-    return VerifiedProcess(*on, Verdict.NOTHING, because)
+    judged = (Verdict.NOTHING, because) if wrong is None else (Verdict.VIOLATION, wrong.because, wrong.hint)
+    return VerifiedProcess(process.pid, share.daemon, share.gpu, violations.part(lease, share), *judged)
 
 
 def _client(
@@ -176,47 +174,45 @@ def _client(
     granted, in_force = violations.part(lease, share), violations.can_use(client)
     broken = [each for each in found if (each.process, each.daemon) == (client.identity, client.daemon)]
     broken += violations.of_client(AttributedClient(client, lease, counted=True), denied=True, memory=memory)
-    doubt = violations.unknown(client, lease, share, memory=memory)
-    pid, opened = client.identity.pid, client.opened.since.most if client.opened is not None else EVERYTHING
-    hint = ""
+    opened, hint = client.opened.since.most if client.opened is not None else EVERYTHING, ""
     if broken:
         verdict, because, hint = Verdict.VIOLATION, _said(broken[0]), broken[0].hint
-    elif doubt:
-        verdict, because = Verdict.UNKNOWN, doubt
-    elif violations.exceeds(opened, granted, memory=memory):
-        verdict = Verdict.OK
-        because = f"process {pid} is a client of server {client.server}, and its environment limits it to its lease"
+    elif because := violations.unknown(client, lease, share, memory=memory):
+        verdict = Verdict.UNKNOWN
     else:
+        is_limited = violations.exceeds(opened, granted, memory=memory)
+        how = "its environment limits it to its lease" if is_limited else "cannot exceed its part of the lease"
+        because = f"process {client.identity.pid} is a client of server {client.server}, and {how}"
         verdict = Verdict.OK
-        because = f"process {pid} is a client of server {client.server}, and cannot exceed its part of the lease"
-    bytes_held = on.memory.value if on is not None and isinstance(on.memory, Known) else None
+    is_unknown = client.opened is None and violations.exceeds(in_force.most, granted, memory=memory)
     return VerifiedProcess(
-        pid,
+        client.identity.pid,
         share.daemon,
         share.gpu,
-        client.server,
-        True,
         granted,
-        None if client.opened is None and violations.exceeds(in_force.most, granted, memory=memory) else in_force.most,
-        None if client.opened is None else in_force.least,
-        bytes_held,
         verdict,
         because,
-        violations.of_later_contexts(client, lease, share, memory=memory),
         hint,
+        server=client.server,
+        mps=True,
+        in_force=None if is_unknown else in_force.most,
+        at_least=None if client.opened is None else in_force.least,
+        held=_held(on),
+        later=violations.of_later_contexts(client, lease, share, memory=memory),
     )
 
 
-def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> VerifiedProcess:
-    bytes_held, hint = process.memory.value if isinstance(process.memory, Known) else None, ""
+def _stranger(lease: Lease, share: Share, pid: int, process: GpuProcess) -> VerifiedProcess:
+    """Judge a process of a lease that uses the GPU of a share, and that no server lists."""
     if process.mps:
-        verdict = Verdict.UNKNOWN
-        because = (
-            f"process {identity.pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
-        )
+        because = f"process {pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
+        verdict, hint = Verdict.UNKNOWN, ""
     else:
+        because = f"process {pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
         verdict, hint = Verdict.VIOLATION, violations.again(lease)
-        because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
-    granted = violations.part(lease, share)
-    on = (identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, None, bytes_held)
-    return VerifiedProcess(*on, verdict, because, hint=hint)
+    on = pid, share.daemon, share.gpu, violations.part(lease, share)
+    return VerifiedProcess(*on, verdict, because, hint, mps=process.mps, held=_held(process))
+
+
+def _held(process: GpuProcess | None) -> int | None:
+    return process.memory.value if process is not None and isinstance(process.memory, Known) else None

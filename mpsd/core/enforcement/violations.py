@@ -200,6 +200,13 @@ def again(lease: Lease) -> str:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
+def _of(
+    client: Client, kind: ViolationKind, lease: Lease | None, because: str, hint: str, *, own: bool = True
+) -> Violation:
+    lease_id = lease.id if lease is not None else None
+    return Violation(kind, client.identity, lease_id, client.daemon, because, hint, client.server, own=own)
+
+
 def of_client(
     attached: AttributedClient, *, denied: bool, memory: bool, near: Lease | None = None
 ) -> Iterator[Violation]:
@@ -211,14 +218,13 @@ def of_client(
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
-    identity, daemon, server = client.identity, client.daemon, client.server
     # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it.
     # 2. A client beyond the number of its lease is judged for that alone: the limits of the lease are not its own.
     # 3. A counted client is judged by the limits of its lease.
     if lease is None or share is None:
         if denied:
             doubt = _may_have_a_lease(client, near)
-            because = f"process {identity.pid} is a client of {daemon} without a lease there{doubt}"
+            because = f"process {client.identity.pid} is a client of {client.daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.
             had = client.variable(LEASE)
             hint = f"{RUN}; in time, mpsctl renew keeps a lease that expires" if had else RUN
@@ -230,7 +236,7 @@ def of_client(
                     f"start it again as uid {near.owner.uid}: {environment_of(near)}; or under a lease of its own user:"
                     " mpsctl run -- PROGRAM"
                 )
-            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server, own=not doubt)
+            yield _of(client, ViolationKind.NO_LEASE, None, because, hint, own=not doubt)
     elif not attached.counted:
         yield _of_processes(client, lease, near)
     else:
@@ -271,8 +277,8 @@ def _of_processes(client: Client, lease: Lease, near: Lease | None) -> Violation
         )
     because = f"process {pid} is an extra client of lease {lease.id}, {may}"
     may_have_another = isinstance(client.environment, Unknown) and _is_of_user(client, near)
-    own, kind = most is not None and not may_have_another, ViolationKind.PROCESSES
-    return Violation(kind, client.identity, lease.id, client.daemon, because, hint, client.server, own=own)
+    own = most is not None and not may_have_another
+    return _of(client, ViolationKind.PROCESSES, lease, because, hint, own=own)
 
 
 def _invisible_entry(client: Client) -> str | None:
@@ -292,8 +298,7 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
         # A lease that the program itself holds ends with it.
         how = RUN if client.identity in holders.processes(lease) else again(lease)
         hint = f"leave that variable as the lease sets it, and {how}"
-        limits = ViolationKind.LIMITS
-        yield Violation(limits, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
+        yield _of(client, ViolationKind.LIMITS, lease, because, hint, own=False)
     if client.opened is None:
         return
     less = falls_short(client.opened.connecting.most, lease, share, memory=memory)
@@ -305,8 +310,7 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
             if client.identity in holders.processes(lease)
             else f"end it, then: mpsctl attach {lease.id}; and start it again"
         )
-        short = ViolationKind.SHORT
-        yield Violation(short, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
+        yield _of(client, ViolationKind.SHORT, lease, because, hint, own=False)
 
 
 def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) -> Violation:
@@ -328,9 +332,7 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
 def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
     client, lease = attached.client, attached.lease
     because = f"process {client.identity.pid} is a client of {client.daemon}, and its uid {uid} is quarantined"
-    lease_id = lease.id if lease is not None else None
-    hint = f"lift the quarantine: mpsctl pardon {uid}"
-    return Violation(ViolationKind.QUARANTINED, client.identity, lease_id, client.daemon, because, hint, client.server)
+    return _of(client, ViolationKind.QUARANTINED, lease, because, f"lift the quarantine: mpsctl pardon {uid}")
 
 
 def of_memory(

@@ -11,8 +11,7 @@ from mpsd.core.gpus import driver_branch
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.metrics import families
-from mpsd.core.metrics.families import Family
-from mpsd.core.metrics.samples import Labels, Samples, states
+from mpsd.core.metrics.families import Family, Labels, Samples, states
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import GpuView, Health, Known, Lease, LeaseState, ViolationKind
 

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias, cast
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import Event
 from mpsd.core.metrics import families
-from mpsd.core.metrics.samples import Histogram, Labels, Samples
+from mpsd.core.metrics.families import Histogram, Labels, Samples
 from mpsd.core.model import ViolationKind
 from mpsd.core.mps.limits import LIMITS
 

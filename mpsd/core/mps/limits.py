@@ -9,7 +9,7 @@ back.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -346,6 +346,14 @@ EVERYTHING: Final = ReadBack(_WHOLE, None)
 
 NOTHING: Final = ReadBack(0, 0)
 """A reading that is narrower than any real one: the start value for widening."""
+
+
+def reading_of(values: Mapping[Limit, LimitValue]) -> ReadBack:
+    """Combine the values of several limits; any other one is unlimited."""
+    result = EVERYTHING
+    for limit, value in values.items():
+        result = limit.put(result, value)
+    return result
 
 
 def wider(one: LimitValue, other: LimitValue) -> LimitValue:

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from mpsd.core.accounting.accounts import LeaseRecord
-from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Series
+from mpsd.core.accounting.accounts import HOUR, MINUTE, SECOND, LeaseRecord, Period, Periods, Series
 from mpsd.core.admission.users import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.settings import History

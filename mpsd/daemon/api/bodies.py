@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 
 from mpsd.client.answer_types import about, words
 from mpsd.core.model import GroupLife, Stop
-from mpsd.daemon.api.request import RequestBody
+from mpsd.daemon.api.table import RequestBody
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
 AnyNumber = Annotated[str, Meta(pattern=r"^any\Z", extra_json_schema={"enum": ["any"]})]

@@ -28,7 +28,7 @@ from msgspec.inspect import (
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import briefly
-from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.daemon.api.table import RequestBody, RequestQuery
 
 B = TypeVar("B", bound=RequestBody)
 Q = TypeVar("Q", bound=RequestQuery)

@@ -2,7 +2,7 @@
 
 The dispatcher checks the caller's role before it calls any handler, so that no handler can forget the check. A caller
 without a role gets 403 from every path, also from those that do not exist. Errors are answered with a problem document,
-which daemon/http/problems renders.
+which daemon/http/message renders.
 """
 
 import asyncio
@@ -13,13 +13,10 @@ from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestErr
 from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
-from mpsd.daemon.api.answers import Encoder, Stream
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
-from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
-from mpsd.daemon.api.table import Route, Table
-from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.api.table import Encoder, Request, RequestBody, RequestQuery, Route, Stream, Table
+from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, problem_answer, unroutable
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
-from mpsd.daemon.http.problems import problem_answer, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system.processes import descriptors

@@ -9,15 +9,15 @@ from msgspec import Meta, Struct
 
 from mpsd.client import answer_types
 from mpsd.client.answer_types import about, words
+from mpsd.core.accounting.accounts import SECOND
 from mpsd.core.accounting.report import Amounts, By, Line, Report, step_of
-from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.table import Request, RequestQuery
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock

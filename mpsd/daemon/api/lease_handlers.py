@@ -15,7 +15,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
+from mpsd.daemon.api.table import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -233,7 +233,7 @@ class LeaseHandlers:
         """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
-        self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
+        self._node.leases.close(lease.id, f"uid {request.credentials.uid} ended it")
         return rendering.lease(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:

@@ -12,9 +12,9 @@ from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.table import Request
 from mpsd.daemon.leases.holder_watch import NamedHolder
-from mpsd.system.processes import control_groups, named_groups, proc, process
+from mpsd.system.processes import control_groups, proc, process
 from mpsd.system.processes.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.processes.process import Process
 
@@ -91,7 +91,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
                 yield *owners, NamedHolder.process(living, None if named.real_uid == owner_uid else named.real_uid)
                 return
-            group = named_groups.of_process(living.pid)
+            group = control_groups.of_process(living.pid)
             try:
                 held = NamedHolder.group(group, life)  # before `is_gone`: the group is then that of this process
                 if living.is_gone():
@@ -195,8 +195,8 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
 def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     """Open the control group that a caller named. Raises InvalidRequestError."""
     if unit is not None:
-        return named_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
-    return named_groups.named(path or "")
+        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+    return control_groups.named(path or "")
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:

@@ -16,7 +16,7 @@ from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import Request, RequestQuery, may_see
+from mpsd.daemon.api.table import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node

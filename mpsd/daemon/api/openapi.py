@@ -10,9 +10,8 @@ import msgspec
 
 from mpsd import __version__
 from mpsd.client import answer_types
-from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
-from mpsd.daemon.api.table import Route
-from mpsd.daemon.http.problems import MEDIA_TYPE, Problem
+from mpsd.daemon.api.table import Request, RequestBody, RequestQuery, Route
+from mpsd.daemon.http.message import MEDIA_TYPE, Problem
 
 _REF: Final = "#/components/schemas/{name}"
 

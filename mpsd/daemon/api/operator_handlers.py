@@ -12,7 +12,7 @@ from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.bodies import DrainRequest, HoldRequest
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.table import Request
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock

@@ -11,8 +11,7 @@ from mpsd.client import answer_types
 from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
 from mpsd.daemon.accounting.accountant import Accountant
-from mpsd.daemon.api import answers, bodies
-from mpsd.daemon.api.answers import AnswerKind
+from mpsd.daemon.api import bodies, table
 from mpsd.daemon.api.event_handlers import (
     Event,
     EventHandlers,
@@ -24,8 +23,7 @@ from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery,
 from mpsd.daemon.api.node_handlers import MetricsQuery, NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import OperatorHandlers
-from mpsd.daemon.api.request import RequestBody, RequestQuery
-from mpsd.daemon.api.table import A, Handler, Route
+from mpsd.daemon.api.table import A, AnswerKind, Handler, RequestBody, RequestQuery, Route
 from mpsd.daemon.metrics.collector import TEXT, Collector
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
@@ -90,68 +88,68 @@ def _operation(
     body: type[RequestBody] | None = None,
 ) -> Route[Handlers, Any]:
     """Return the row of an operation on a control daemon."""
-    path, answer = f"/v1/daemons/{{name}}/{verb}", answers.json(answer_types.Operation, 202)
+    path, answer = f"/v1/daemons/{{name}}/{verb}", table.json(answer_types.Operation, 202)
     name = f"{verb}Daemon"
     return _row("POST", path, role, handler, answer, name=name, summary=summary, body=body, errors=errors)
 
 
 # fmt: off
 ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
-    _get("/healthz", lambda h: h.node.healthz, answers.json(answer_types.Health),
+    _get("/healthz", lambda h: h.node.healthz, table.json(answer_types.Health),
          "getHealth", "Whether mpsd answers"),
     _get("/readyz", lambda h: h.node.readyz,
-         answers.json(answer_types.Health, answers.StatusBy("ok", {True: 200, False: 503})),
+         table.json(answer_types.Health, table.StatusBy("ok", {True: 200, False: 503})),
          "getReadiness", "Whether the node is ready to grant leases"),
     _get("/metrics", lambda h: h.node.metrics,
-         answers.negotiated(
+         table.negotiated(
              TEXT,
              "The metrics in Prometheus' text format, or in OpenMetrics where `Accept` prefers that. Those about single"
              " leases and clients are of the leases that the caller may see."),
          "getMetrics", "The node as metrics, for Prometheus", query=MetricsQuery),
-    _get("/v1/status", lambda h: h.node.status, answers.json(answer_types.Status),
+    _get("/v1/status", lambda h: h.node.status, table.json(answer_types.Status),
          "getStatus", "The node at one moment"),
-    _get("/v1/principal", lambda h: h.node.principal, answers.json(answer_types.Principal),
+    _get("/v1/principal", lambda h: h.node.principal, table.json(answer_types.Principal),
          "getPrincipal", "The caller, as mpsd identifies it, and its role"),
-    _get("/v1/gpus", lambda h: h.node.gpus, answers.json(answer_types.Gpus),
+    _get("/v1/gpus", lambda h: h.node.gpus, table.json(answer_types.Gpus),
          "listGpus", "The GPUs, and what is granted and held of each"),
-    _get("/v1/daemons", lambda h: h.node.daemons, answers.json(answer_types.Daemons),
+    _get("/v1/daemons", lambda h: h.node.daemons, table.json(answer_types.Daemons),
          "listDaemons", "The control daemons, their limits and their servers"),
-    _get("/v1/clients", lambda h: h.node.clients, answers.json(answer_types.Clients),
+    _get("/v1/clients", lambda h: h.node.clients, table.json(answer_types.Clients),
          "listClients", "The clients of MPS, with their leases"),
-    _get("/v1/leases", lambda h: h.leases.leases, answers.json(answer_types.Leases),
+    _get("/v1/leases", lambda h: h.leases.leases, table.json(answer_types.Leases),
          "listLeases", "The leases that the caller may see", query=LeasesQuery),
-    _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(answer_types.Lease),
+    _get("/v1/leases/{id}", lambda h: h.leases.lease, table.json(answer_types.Lease),
          "getLease", "One lease"),
-    _get("/v1/config", lambda h: h.node.config, answers.json(answer_types.Config),
+    _get("/v1/config", lambda h: h.node.config, table.json(answer_types.Config),
          "getConfig", "The settings in force"),
-    _get("/v1/quarantines", lambda h: h.node.quarantines, answers.json(answer_types.Quarantines),
+    _get("/v1/quarantines", lambda h: h.node.quarantines, table.json(answer_types.Quarantines),
          "listQuarantines", "The uids that get no lease"),
-    _row("POST", "/v1/reload", Role.ADMIN, lambda h: h.operators.reload, answers.json(answer_types.Reload),
+    _row("POST", "/v1/reload", Role.ADMIN, lambda h: h.operators.reload, table.json(answer_types.Reload),
          name="reload", summary="Read the configuration again"),
-    _row("DELETE", "/v1/quarantines/{uid}", Role.ADMIN, lambda h: h.operators.pardon, answers.nothing(204),
+    _row("DELETE", "/v1/quarantines/{uid}", Role.ADMIN, lambda h: h.operators.pardon, table.nothing(204),
          name="pardonUid", summary="Pardon a quarantined uid", errors=(507,)),
-    _get("/v1/operations/{id}", lambda h: h.operators.operation, answers.json(answer_types.Operation),
+    _get("/v1/operations/{id}", lambda h: h.operators.operation, table.json(answer_types.Operation),
          "getOperation", "The state of an operation"),
-    _row("POST", "/v1/leases", Role.USER, lambda h: h.leases.admit, answers.json(answer_types.Lease, 201),
+    _row("POST", "/v1/leases", Role.USER, lambda h: h.leases.admit, table.json(answer_types.Lease, 201),
          name="createLease", summary="Take out a lease, or wait for one",
          body=bodies.LeaseRequest, errors=(409, 503, 507)),
-    _row("POST", "/v1/leases/{id}/renew", Role.USER, lambda h: h.leases.renew, answers.json(answer_types.Lease),
+    _row("POST", "/v1/leases/{id}/renew", Role.USER, lambda h: h.leases.renew, table.json(answer_types.Lease),
          name="renewLease", summary="Give a lease more time", body=bodies.RenewRequest, errors=(507,)),
-    _row("POST", "/v1/leases/{id}/holders", Role.USER, lambda h: h.leases.add_holder, answers.json(answer_types.Lease),
+    _row("POST", "/v1/leases/{id}/holders", Role.USER, lambda h: h.leases.add_holder, table.json(answer_types.Lease),
          name="addHolder", summary="Tie a lease to another process, group or claim; take a claim",
          body=bodies.HolderRequest, errors=(409, 503, 507)),
-    _row("POST", "/v1/leases/{id}/end", Role.USER, lambda h: h.leases.end, answers.json(answer_types.Lease, 202),
+    _row("POST", "/v1/leases/{id}/end", Role.USER, lambda h: h.leases.end, table.json(answer_types.Lease, 202),
          name="endLease", summary="End the clients of a lease, and then the lease", errors=(507,)),
-    _row("POST", "/v1/leases/{id}/attach", Role.USER, lambda h: h.leases.attach, answers.json(answer_types.Lease),
+    _row("POST", "/v1/leases/{id}/attach", Role.USER, lambda h: h.leases.attach, table.json(answer_types.Lease),
          name="openLease", summary="Open the limits for the further processes of a lease", errors=(409,)),
     _row("GET", "/v1/leases/{id}/cdi", Role.USER, lambda h: h.leases.cdi,
-         answers.raw(
+         table.raw(
              "application/json", {"type": "object"},
              "The CDI document of a lease that is claimed: a runtime that reads it gives a container this lease."),
          name="getLeaseCdi", summary="The CDI document of a claimed lease", query=CdiQuery, errors=(409,)),
-    _get("/v1/leases/{id}/verify", lambda h: h.leases.verify, answers.json(answer_types.Verify),
+    _get("/v1/leases/{id}/verify", lambda h: h.leases.verify, table.json(answer_types.Verify),
          "verifyLease", "Whether every process of a lease is under MPS and within its limits"),
-    _row("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.leases.release, answers.nothing(204),
+    _row("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.leases.release, table.nothing(204),
          name="releaseLease", summary="Release a lease", query=ReleaseQuery, errors=(409, 507)),
     _operation("reset", lambda h: h.operators.reset, "Start a failed control daemon again", role=Role.ADMIN),
     _operation("hold", lambda h: h.operators.hold, "Stop admission until it is resumed", 507, body=bodies.HoldRequest),
@@ -161,17 +159,17 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _operation("restart", lambda h: h.operators.restart, "Drain, stop and start a control daemon", 507,
                role=Role.ADMIN, body=bodies.DrainRequest),
     _row("POST", "/v1/daemons/{name}/canary", Role.OPERATOR, lambda h: h.operators.canary,
-         answers.json(answer_types.Canary), name="sendCanary", summary="Prove that a control daemon serves clients"),
+         table.json(answer_types.Canary), name="sendCanary", summary="Prove that a control daemon serves clients"),
     _get("/v1/events", lambda h: h.events.events,
-         answers.lines(
+         table.lines(
              Event,
              "One JSON object per line, each an `Event`. The last line of an mpsd that ends is `node_stopped`; a"
              " client that follows comes back with its `seq`."),
          "readEvents", "The events, stored and future, one JSON object per line", query=EventsQuery),
-    _get("/v1/history", lambda h: h.history.history, answers.json(answer_types.History),
+    _get("/v1/history", lambda h: h.history.history, table.json(answer_types.History),
          "readHistory", "The granted and held amounts over time", query=HistoryQuery),
     _get("/v1/openapi.json", lambda h: h.openapi.document,
-         answers.raw("application/json", {"type": "object"}, "This document."),
+         table.raw("application/json", {"type": "object"}, "This document."),
          "getDocument", "This document"),
 )
 # fmt: on

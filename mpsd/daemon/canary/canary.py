@@ -241,7 +241,7 @@ def _stopped(supervisor: Supervisor) -> str | None:
     daemon = supervisor.process
     if daemon is not None and proc.is_stopped(daemon.pid):
         return f"control daemon {daemon.pid} is stopped (SIGSTOP), so that it answers no client"
-    return supervisor.trouble.stopped_server or None
+    return supervisor.stopped_servers.trouble or None
 
 
 def _stopped_canary(canary: Process) -> str | None:

@@ -132,12 +132,12 @@ class ServerWatch:
 
     async def _pause(self) -> None:
         """Wait for the next check; those after an adoption are early, since grants wait for them."""
-        if self._supervisor.trouble.unexamined.is_set():
+        if self._supervisor.unexamined.is_set():
             await asyncio.sleep(_ADOPTED)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(clock.until_next(_TICK)):
-                await self._supervisor.trouble.unexamined.wait()
+                await self._supervisor.unexamined.wait()
 
     def _due(self) -> Suspicion | None:
         """Return the reason for an examination that is due now.
@@ -160,11 +160,11 @@ class ServerWatch:
             self._watched = _Watched(watched.daemon or self._watched.daemon, watched.server or self._watched.server)
         if self._supervisor.state not in ANSWERED:
             return
-        if self._supervisor.trouble.unexamined.is_set():
+        if self._supervisor.unexamined.is_set():
             if watched.server is not None:
                 because = f"server {watched.server.pid} is older than this mpsd"
                 self.suspect(Suspicion(Cause.ADOPTED, because))
-            self._supervisor.trouble.note_examined()
+            self._supervisor.note_examined()
         self._check_clients(servers)
         self._apply()
 
@@ -173,7 +173,7 @@ class ServerWatch:
         strong, stops = self._suspicions.strong, self._suspicions.stopping_grants
         # A grant that has waited for the canary must not be answered when that proves a wedge.
         waits = "" if stops is None else f"{stops.because}; grants wait for a canary"
-        self._supervisor.trouble.suspect(self._wedged or waits)
+        self._supervisor.suspect(self._wedged or waits)
         self._supervisor.replacement.distrust(self._wedged or (strong.because if strong is not None else None))
 
     def _forget(self) -> None:
@@ -248,7 +248,7 @@ class ServerWatch:
         self._suspicions.conclude(now, end, begun)
         self._again = now + wedge.SPACING
         if end.proof is not Proof.SILENCE and not end.refused:
-            self._supervisor.trouble.clear_late()
+            self._supervisor.clear_late()
         if end.proof is Proof.SILENCE and self._wedged is None:
             self._wedged = evidence
             self._changed.send()

@@ -18,18 +18,7 @@ import msgspec
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Server, UnknownLines
-from mpsd.core.mps.log_events import (
-    REASONS_TO_ASK,
-    REASONS_TO_DOUBT,
-    ForeignCommand,
-    LogEvent,
-    ServerExited,
-    ServerFailed,
-    ServerFaulted,
-    ServerStarting,
-    Unaccounted,
-    UnknownLine,
-)
+from mpsd.core.mps import log_parser
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.core.signal import Signal
 from mpsd.daemon.control.pipe_access import LetInRecord
@@ -66,7 +55,7 @@ _LATE: Final = 1.0
 _PAUSE: Final = 0.05
 """Seconds between two checks of a FIFO that the daemon does not read."""
 
-_OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
+_OF_CONVERSATIONS: Final = (log_parser.ForeignCommand, log_parser.Unaccounted)
 
 
 class Foreign(NamedTuple):
@@ -97,14 +86,7 @@ class _Reading(msgspec.Struct, forbid_unknown_fields=True):
 class ControlLog:
     """Reads the log within a moment after it is written, whatever else mpsd is doing."""
 
-    def __init__(
-        self,
-        paths: DaemonPaths,
-        size: int,
-        log: Logger,
-        bounded: BoundedLog,
-        let_in: LetInRecord,
-    ) -> None:
+    def __init__(self, paths: DaemonPaths, size: int, log: Logger, bounded: BoundedLog, let_in: LetInRecord) -> None:
         """Take the parts; `bounded` is for entries that a user with pipe access can cause in a loop."""
         self.urgent = Signal[()]()
         """The log has an entry for which the daemon has to be queried at once."""
@@ -295,7 +277,7 @@ class ControlLog:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
             # A server's log has no commands: an entry there that looks like one is not.
             said = self._server_reader.read(servers)
-            said = [UnknownLine() if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
+            said = [log_parser.UnknownLine() if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
             self._note_events([*self._reader.read(lines), *said])
             self.silence.shown(self._reader.last_nonce)
             self._store()
@@ -317,27 +299,29 @@ class ControlLog:
         if self._has_reason_to_ask:
             self.urgent.send()
 
-    def _note_events(self, events: Sequence[LogEvent]) -> None:
+    def _note_events(self, events: Sequence[log_parser.LogEvent]) -> None:
         believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
-        foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
-        unaccounted = sum(isinstance(event, Unaccounted) for event in events)
+        foreign = [event.text for event in events if isinstance(event, log_parser.ForeignCommand)]
+        unaccounted = sum(isinstance(event, log_parser.Unaccounted) for event in events)
         self.foreign = Foreign(self.foreign.commands + len(foreign), self.foreign.unaccounted + unaccounted)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
         self._log_events(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
-        exits = [event for event in events if isinstance(event, ServerExited) and event.status]
+        exits = [event for event in events if isinstance(event, log_parser.ServerExited) and event.status]
         self._log_events(EventName.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
-        failed = [event for event in events if isinstance(event, ServerFailed)]
+        failed = [event for event in events if isinstance(event, log_parser.ServerFailed)]
         self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
-        faults = dict.fromkeys(event.server for event in events if isinstance(event, ServerFaulted))
+        faults = dict.fromkeys(event.server for event in events if isinstance(event, log_parser.ServerFaulted))
         self._log_events(EventName.SERVER_FAULTED, [{"server": server} for server in faults])
         before = self.serving.state
         self.serving.note(believed, clock.now())
         self._announce_change(before)
-        self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
-        if any(isinstance(each, REASONS_TO_DOUBT) for each in events):
+        self._has_reason_to_ask = self._has_reason_to_ask or any(
+            isinstance(each, log_parser.REASONS_TO_ASK) for each in events
+        )
+        if any(isinstance(each, log_parser.REASONS_TO_DOUBT) for each in events):
             self.doubted.send()
 
-    def _believed(self, events: Sequence[LogEvent]) -> Iterator[LogEvent]:
+    def _believed(self, events: Sequence[log_parser.LogEvent]) -> Iterator[log_parser.LogEvent]:
         """Yield the log entries about servers that the kernel or the daemon itself has shown to be the daemon's.
 
         A process that may write to the FIFO can put anything into the log. A server that could not start may be gone
@@ -345,7 +329,7 @@ class ControlLog:
         """
         reaped = proc.faults_of_children(self._daemon)
         has_ended = reaped is not None and reaped != self._reaped
-        if any(isinstance(each, ServerExited) for each in events):
+        if any(isinstance(each, log_parser.ServerExited) for each in events):
             self._reaped = reaped
         # 1. A start names a server. The kernel says whether it is a child of the daemon, and only then is it known.
         # 2. The end of an unknown server may be that of one that was gone before mpsd looked: the count of ended
@@ -354,12 +338,12 @@ class ControlLog:
         # 4. Anything else is believed about known servers alone.
         for event in events:
             match event:
-                case ServerStarting(server=server):
+                case log_parser.ServerStarting(server=server):
                     self._see_child(server)
-                case ServerExited(server=server) if server not in self._seen:
+                case log_parser.ServerExited(server=server) if server not in self._seen:
                     if has_ended:
                         yield event
-                case ServerExited(server=server):
+                case log_parser.ServerExited(server=server):
                     stat = proc.stat_of(server)
                     if stat is None or stat.is_zombie or stat.start_ticks != self._seen[server]:
                         del self._seen[server]

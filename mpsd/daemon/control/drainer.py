@@ -9,13 +9,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Progress
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Lease, ProcessIdentity, Stop
+from mpsd.core.model import Lease, ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import drain
 from mpsd.core.supervision.drain import (
@@ -31,13 +34,16 @@ from mpsd.core.supervision.drain import (
 from mpsd.core.units import first_of
 from mpsd.daemon.control.limits import WantedLimits
 from mpsd.daemon.control.observer import Observer
-from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.control.process import Instance
 from mpsd.daemon.control.state import Lifecycle
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
+from mpsd.system.files import encoding
 from mpsd.system.processes import proc
+
+_MOST_ENDED: Final = 16
+"""Completed operations that can still be queried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class Drainer:
         log: Logger,
     ) -> None:
         self._name = name
+        self._cause = f"drain of {name}"
+        """The name of the drain among the causes of its endings."""
         self._stored = OperatorIntent(path)
         self._instance, self._lifecycle, self._limits, self._observer = instance, lifecycle, limits, observer
         self._leases = leases
@@ -189,16 +197,8 @@ class Drainer:
         """Return an operation on this daemon, if it is in progress, or is among the last completed ones."""
         desired = self._stored.desired
         if desired.operation == operation:
-            return Operation(
-                operation,
-                self._name,
-                desired.intent,
-                Outcome.RUNNING,
-                self.summary,
-                desired.since,
-                None,
-                self._blockers,
-            )
+            running = self._ended(desired, Outcome.RUNNING, self.summary)
+            return replace(running, ended=None, waits_for=self._blockers)
         return next((each for each in self._stored.ended if each.id == operation), None)
 
     def _log_end(self, ended: Operation) -> None:
@@ -358,11 +358,6 @@ class Drainer:
         return self._ending is not None and not self._ending.done()
 
     @property
-    def _cause(self) -> str:
-        """The name of the drain among the causes of its endings."""
-        return f"drain of {self._name}"
-
-    @property
     def _ends(self) -> tuple[Progress | None, ...]:
         """How far the endings of the present processes have come, and those of clients that are not named yet."""
         return (*(self._endings.progress(each, self._cause) for each in self._present), *self._busy.values())
@@ -406,3 +401,46 @@ class Drainer:
             except StorageError as error:
                 self._log.error(EventName.STORE_FULL, because=error.detail)
             self._tried.add(lease)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    desired: DesiredState
+    ended: tuple[Operation, ...] = ()
+
+
+class OperatorIntent:
+    """The last command of an operator, on disk: no restart of mpsd and no reboot undoes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.desired = DesiredState(Intent.RUN, "no operator holds it", clock.now(), boot=clock.boot_id())
+        self.ended: tuple[Operation, ...] = ()
+        """The last completed operations, the latest last."""
+
+    def load(self) -> None:
+        """Read the command that an earlier mpsd got.
+
+        A file that cannot be decoded counts as `hold`, which it may have said.
+        """
+        found = encoding.load(self._path, _File)
+        if isinstance(found, Unknown):
+            because = f"held because {found.reason}"
+            self.desired = DesiredState(Intent.HOLD, because, clock.now(), boot=clock.boot_id())
+        elif found is not None:
+            self.desired, self.ended = drain.take_up(found.value.desired, clock.boot_id()), found.value.ended
+
+    def store(self, desired: DesiredState, *ended: Operation) -> None:
+        """Store a new desired state, with the operations that it ended.
+
+        Raises StorageError; nothing has changed then.
+        """
+        stored = _File(desired, (*self.ended, *ended)[-_MOST_ENDED:])
+        try:
+            encoding.store(self._path, stored, lasting=True)
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written: {error.strerror}",
+                hint="free space on the file system of the state directory",
+                limit="paths.state_dir",
+            ) from error
+        self.desired, self.ended = stored.desired, stored.ended

@@ -5,6 +5,7 @@ what it had set, or a part of what it was about to set. The next mpsd may want o
 meanwhile, or while the control daemon's one seat was taken.
 """
 
+import contextlib
 from typing import Final, NamedTuple
 
 from msgspec import Struct, structs
@@ -21,7 +22,7 @@ from mpsd.core.errors import (
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import Event
 from mpsd.core.model import Limits, ProcessIdentity, ReadBack
-from mpsd.core.mps.limits import EVERYTHING, LIMITS, widest_limits
+from mpsd.core.mps.limits import LIMITS, reading_of, widest_limits
 from mpsd.core.settings import Settings
 from mpsd.core.signal import Signal
 from mpsd.daemon.control.observer import Observer
@@ -134,7 +135,7 @@ class WantedLimits:
         """
         self._own.follow(daemon)
         is_continued = not fresh and self._observer.control_log.is_continued
-        self._observer.left = ceiling.any_of(self._own.limits) if is_continued else None
+        self._observer.opened.left = ceiling.any_of(self._own.limits) if is_continued else None
         if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
             await self._note_in_force(daemon, fresh=fresh)
         while True:
@@ -165,20 +166,12 @@ class WantedLimits:
         """Note the limits in force of an adopted daemon; a fresh one has none that any client needs."""
         self._in_force = (daemon, ceiling.SMALLEST) if fresh else None
         if not fresh:
-            await self._read()
+            # A driver without one of the limits has reported the others, and the next check tells whether it is wanted.
+            with contextlib.suppress(ControlUnknownCommandError):
+                await self._observer.read(self.wanted, self._own.limits)
             found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
             self._in_force = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
             self._must_set = False  # the next check tells whether they suffice
-
-    async def _read(self) -> None:
-        """Read every limit back, once more if that shows that the driver does not have all of them."""
-        wanted = self.wanted
-        try:
-            await self._observer.read(wanted, self._own.limits)
-        except ControlUnknownCommandError:
-            if self.wanted == wanted:
-                raise
-            await self._observer.read(self.wanted, self._own.limits)
 
 
 class Proof(NamedTuple):
@@ -268,7 +261,4 @@ class OwnLimits:
 
 
 def _as_read_back(wanted: Limits) -> ReadBack:
-    result = EVERYTHING
-    for limit in LIMITS:
-        result = limit.put(result, limit.wanted(wanted))
-    return result
+    return reading_of({limit: limit.wanted(wanted) for limit in LIMITS})

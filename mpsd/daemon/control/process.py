@@ -38,7 +38,7 @@ from mpsd.system.files import rundir
 from mpsd.system.files.rundir import DaemonPaths
 from mpsd.system.mps import log_file
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram, variables
-from mpsd.system.processes import file_locks, proc, process, process_table
+from mpsd.system.processes import descriptors, proc, process, process_table
 from mpsd.system.processes.proc import ProcessDetails
 from mpsd.system.processes.process import Process
 from mpsd.system.sockets import sock_diag
@@ -84,8 +84,8 @@ class Instance:
         self._watching: asyncio.Task[None] | None = None
         self._returncode: tuple[int | None] | None = None
         """The result of the process when it ended: its return code, or None in the tuple where that is unknown."""
-        self._quit_at: float | None = None
-        """The time of the last quit command."""
+        self._quit_due = 0.0
+        """The time of the next quit command."""
         self._searched = False
         """Whether the servers of dead daemons were searched since the last death."""
         self._its_socket: int | None = None
@@ -94,6 +94,12 @@ class Instance:
         self.evidence: DaemonProcess | None = None
         self.is_fresh = True
         """Whether this mpsd started the process, and it has not answered yet: then no limit was set on it yet."""
+
+    @property
+    def running(self) -> Process:
+        """The process, where there must be one."""
+        assert self.process is not None  # noqa: S101 - the state of the daemon says so
+        return self.process
 
     @property
     def identity(self) -> ProcessIdentity | None:
@@ -109,10 +115,6 @@ class Instance:
         return () if self.evidence is None or self.evidence.many_users is many_users else ("daemon.users",)
 
     # -- it is found, or started --------------------------------------------------------------------------------------
-
-    def load(self) -> None:
-        """Read which process an earlier mpsd started."""
-        self._record.load()
 
     async def adopt(self) -> tuple[ProcessIdentity, ...]:
         """Search for a running daemon of mpsd's, and adopt it; return the servers that dead ones left.
@@ -185,7 +187,7 @@ class Instance:
 
     def lock_holder(self) -> str | None:
         """Name the holder of the lock that a control daemon needs to start; None when no process holds it."""
-        for each in file_locks.holders(self._paths.control_lock):
+        for each in descriptors.holders(self._paths.control_lock):
             return f"pid {each.pid} (uid {proc.effective_uid(each.pid)}) holds {self._paths.control_lock}"
         return None
 
@@ -240,21 +242,22 @@ class Instance:
 
     # -- it ends ------------------------------------------------------------------------------------------------------
 
-    async def quit(self, pipe: ControlPipe, *, force: bool, is_deserted: bool) -> None:
-        """Make the daemon quit after its last client has exited or, by force, at once. Raises ControlError on failure.
+    async def quit(self, pipe: ControlPipe) -> None:
+        """Make the daemon quit after its last client has exited. Raises ControlError on failure.
 
         The daemon may have been stopped when it got the command, or busy with a foreign front-end, so the command is
-        repeated periodically. `is_deserted` tells whether the daemon has no client.
+        repeated periodically.
         """
-        assert self.process is not None  # noqa: S101 - there is one that is to quit
-        if force:
-            await self._end(self.process, pipe, is_deserted=is_deserted)
-        elif self._quit_at is None or clock.monotonic() >= self._quit_at + _QUIT_INTERVAL:
+        if clock.monotonic() >= self._quit_due:
             await pipe.quit(None)
-            self._quit_at = clock.monotonic()
+            self._quit_due = clock.monotonic() + _QUIT_INTERVAL
 
-    async def _end(self, daemon: Process, pipe: ControlPipe, *, is_deserted: bool) -> None:
-        """End the daemon by `quit`, SIGTERM and SIGKILL; its pidfd reports when it is gone."""
+    async def force(self, pipe: ControlPipe, *, is_deserted: bool) -> None:
+        """End the daemon, which may have no client (`is_deserted`), by `quit -t`, SIGTERM and SIGKILL.
+
+        Its pidfd reports when it is gone.
+        """
+        daemon = self.running
         try:
             await pipe.give_up()
             await pipe.quit(_UNUSED if is_deserted else _STEP)
@@ -279,15 +282,12 @@ class Instance:
 
     def take_exit(self) -> Ended:
         """Clean up after a dead process, and return how it ended."""
-        assert self.process is not None  # noqa: S101 - it `is_dead`
         assert self._returncode is not None  # noqa: S101 - it `is_dead`
-        ended = Ended(
-            f"pid {self.process.pid} {process.describe_end(*self._returncode)}",
-            process.signal_of(*self._returncode),
-        )
-        self.process.close()
-        self.process = self.evidence = self._returncode = self._watching = self._quit_at = None
-        self._searched = False
+        how = f"pid {self.pid} {process.describe_end(*self._returncode)}"
+        ended = Ended(how, process.signal_of(*self._returncode))
+        self.running.close()
+        self.process = self.evidence = self._returncode = self._watching = None
+        self._searched, self._quit_due = False, 0.0
         return ended
 
     def remove_leftovers(self, shared_memory: Iterable[str] = ()) -> None:
@@ -330,10 +330,6 @@ class DaemonRecord:
     def __init__(self, paths: DaemonPaths, log: Logger) -> None:
         self._record = Record(paths.record, _Daemons, log)
         self._pipe_directory = str(paths.pipe_directory)
-        self._file = _Daemons()
-
-    def load(self) -> None:
-        """Read the record of an earlier mpsd of this boot."""
         self._file = self._record.load() or _Daemons()
 
     def begin(self, executable: str, variables: Mapping[str, str], *, many_users: bool) -> str:
@@ -365,9 +361,8 @@ class DaemonRecord:
     @property
     def leaders(self) -> list[ProcessIdentity]:
         """The control daemons that are dead, and whose servers may live on."""
-        last = self._file.start.process if self._file.start is not None else None
-        dead = [*self._file.dead]
-        if last is not None and not _is_alive(last) and last not in dead:
+        dead, last = [*self._file.dead], self._file.start.process if self._file.start is not None else None
+        if last is not None and last not in dead and not proc.lives(last):
             dead.append(last)
         return dead[-_MOST_LEADERS:]
 
@@ -377,12 +372,10 @@ class DaemonRecord:
         if start is None:
             return None
         identity = start.process
-        if identity is None:
+        if identity is None and start.token:
             # The mpsd that started it was killed before it could record the process.
-            pid = process_table.leader_with(_START, start.token) if start.token else None
-            ticks = proc.start_ticks(pid) if pid is not None else None
-            identity = ProcessIdentity(pid, ticks) if pid is not None and ticks is not None else None
-        if identity is None or not _is_alive(identity):
+            identity = process_table.leader_with(_START, start.token)
+        if identity is None or not proc.lives(identity):
             return None
         return DaemonProcess(identity, start.executable, self._pipe_directory, start.started, start.many_users)
 
@@ -390,12 +383,6 @@ class DaemonRecord:
         """Replace the record; where it cannot be written, the next mpsd finds the daemon by what the kernel reports."""
         self._file = _Daemons(start, dead)
         self._record.store(self._file)
-
-
-def _is_alive(identity: ProcessIdentity) -> bool:
-    """Tell whether a process runs; one that has ended is dead, whether its parent has waited for it or not."""
-    stat = proc.stat_of(identity.pid)
-    return stat is not None and stat.start_ticks == identity.start_ticks and not stat.is_zombie
 
 
 def cuda_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ stopped are ended here once they are unused, which is a reason to replace their 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -19,9 +19,8 @@ from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import DaemonProcess, GpuUsage, Known, ProcessIdentity, Reading, StoppedServer
 from mpsd.core.signal import Signal
 from mpsd.core.supervision import stopped
-from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
-from mpsd.daemon.control.observer import Observer, living_clients
+from mpsd.daemon.control.observer import Observer, living_clients, living_of
 from mpsd.daemon.control.pipe_access import PipeAccess, connected_to
 from mpsd.daemon.control.state import Lifecycle, Questions
 from mpsd.daemon.record.bounded import BoundedLog
@@ -46,14 +45,13 @@ class Replacement:
         questions: Questions,
         pipe_access: PipeAccess,
         observer: Observer,
-        control_log: ControlLog,
         drainer: Drainer,
         leases: DaemonLeases,
     ) -> None:
         self._name = name
         self._lifecycle, self._questions = lifecycle, questions
         self._pipe_access, self._leases = pipe_access, leases
-        self._observer, self._control_log, self._drainer = observer, control_log, drainer
+        self._observer, self._drainer = observer, drainer
         self.requested = Signal[()]()
         """The daemon is distrusted for another reason, or no longer."""
         self.changed = Signal[()]()
@@ -180,7 +178,7 @@ class Replacement:
         """
         if not self.is_deserted:
             return False
-        if self._control_log.descriptors_used_up is not None:
+        if self._observer.control_log.descriptors_used_up is not None:
             return self._pipe_access.users is not None
         with contextlib.suppress(OSError):
             connected = await connected_to(self._pipe_access.paths.control_sockets)
@@ -219,7 +217,7 @@ class StoppedServers:
     def trouble(self) -> str:
         """Why no client is served at this very moment; empty where no known server is stopped."""
         try:
-            pids = [f"{each.pid}" for each in self._observer.identities if _is_stopped(each)]
+            pids = [f"{each.pid}" for each in self._observer.clients if _is_stopped(each)]
         except OSError as error:  # for example without descriptors
             return f"it is unknown whether its server is stopped: {error.strerror}"
         return f"its server {', '.join(pids)} is stopped (SIGSTOP)" if pids else ""
@@ -232,7 +230,7 @@ class StoppedServers:
         if clock.monotonic() < self._due:
             return ""
         self._due = clock.monotonic() + _SPACING
-        known = {*self._observer.identities, *self._observer.survivors.all, *self._found}
+        known = {*self._observer.clients, *self._observer.survivors.all, *self._found}
         if daemon is not None and silent and not any(map(_is_stopped, known)):
             known |= {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
         self._note(known)
@@ -261,7 +259,8 @@ class StoppedServers:
         """End a server if nothing uses it, and say so; otherwise, note what does."""
         server = self._found[identity]
         leases = {each.id: violations.users_of(each) for each in self._leases.on(self._name)}
-        clients = {*self._listed(identity)}
+        servers = [each for each in self._observer.servers if each.pid == identity.pid]
+        clients = {client for each in servers for client in living_of(each)}
         if isinstance(usage, Known):
             clients |= living_clients(usage.value) - self._observer.canaries
         because = stopped.used_by(server.uid, leases, clients, usage, many_users=many_users)
@@ -292,15 +291,6 @@ class StoppedServers:
         because = f"server {server.pid} of uid {server.uid} was stopped, and no lease and no client is left for it"
         self._log.warning(EventName.SERVER_KILLED, server=server.pid, uid=server.uid, because=because)
         return because
-
-    def _listed(self, identity: ProcessIdentity) -> Iterator[int]:
-        """Yield the living clients of a server, by its last answer; 0 for one that mpsd does not see."""
-        for server in self._observer.servers:
-            if server.pid == identity.pid and 0 in server.clients:
-                yield 0
-        for client in self._observer.clients.get(identity, ()):
-            if proc.lives(client):
-                yield client.pid
 
 
 def _is_stopped(server: ProcessIdentity) -> bool:

@@ -131,15 +131,14 @@ class Questions:
         begun = self._begun
         return lambda: self._ended > begun
 
-    def begin(self) -> int:
-        """Note that a conversation begins; return its number."""
+    def begin(self) -> None:
+        """Note that a conversation begins; only one is held at a time."""
         self.is_requested = False
         self._begun += 1
-        return self._begun
 
-    def end(self, conversation: int) -> None:
-        """Note a finished conversation."""
-        self._ended = conversation
+    def end(self) -> None:
+        """Note that the conversation has ended; one that failed on mpsd's side does not end, and another one begins."""
+        self._ended = self._begun
         self.answered.set()
         self.answered = asyncio.Event()
 
@@ -194,17 +193,10 @@ class DeathTally:
         self._record = Record(path, _Tally, log)
         self._let_in, self._quarantine = let_in, quarantine
         self._log = log
-        self._deaths: tuple[Death, ...] = ()
-        self.failed: str | None = None
-
-    def load(self) -> None:
-        """Read the record of an earlier mpsd of this boot; deaths before a reboot are forgiven.
-
-        So are those of a damaged file, which is mpsd's own: a forgiven death harms no client.
-        """
-        found = self._record.load()
-        if found is not None:
-            self._deaths, self.failed = found.deaths, found.failed
+        # Deaths before a reboot are forgiven, as are those of a damaged file, which is mpsd's own: a forgiven death
+        # harms no client.
+        found = self._record.load() or _Tally((), None)
+        self._deaths, self.failed = found.deaths, found.failed
 
     def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
         """Note a death, and return the decision that follows from it and the earlier ones.

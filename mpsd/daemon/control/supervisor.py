@@ -29,7 +29,6 @@ from mpsd.daemon.control.pipe_access import PipeAccess, Quarantine
 from mpsd.daemon.control.process import LISTEN_POLL, Instance
 from mpsd.daemon.control.replacement import Replacement, StoppedServers
 from mpsd.daemon.control.state import DeathTally, Ended, Heartbeat, Lifecycle, Questions, longest_round
-from mpsd.daemon.control.trouble import Trouble
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
@@ -74,7 +73,7 @@ class Supervisor:
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
-        self._settings, self._leases = settings, leases
+        self._settings, self._leases, self._endings = settings, leases, endings
         self._log = log.bind(daemon=name)
         self._bounded = BoundedLog(self._log)
         paths, daemon = pipe_access.paths, settings.current.daemon
@@ -84,16 +83,11 @@ class Supervisor:
         self.questions = Questions()
         self._instance = Instance(gpu, program, pipe_access, self._log)
         self._control_log = ControlLog(paths, daemon.log_size, self._log, self._bounded, pipe_access.let_in)
-        self.pipe = ControlPipe(
-            program,
-            paths.pipe_directory,
-            paths.log_directory,
-            deadline=daemon.answer_deadline,
-            key=self._control_log.key,
-        )
+        deadline, key = daemon.answer_deadline, self._control_log.key
+        self.pipe = ControlPipe(program, paths.pipe_directory, paths.log_directory, deadline=deadline, key=key)
         self.survivors = Survivors(usage, self._log)
         self.observer = Observer(
-            paths, self._control_log, self.pipe, pipe_access.let_in, survivors=self.survivors, bounded=self._bounded
+            pipe_access, self._control_log, self.pipe, survivors=self.survivors, bounded=self._bounded
         )
         self.limits = WantedLimits(self.observer, paths, settings.current, self._log)
         self.drainer = Drainer(
@@ -114,22 +108,14 @@ class Supervisor:
             questions=self.questions,
             pipe_access=pipe_access,
             observer=self.observer,
-            control_log=self._control_log,
             drainer=self.drainer,
             leases=leases,
         )
-        self._stopped_servers = StoppedServers(name, self.observer, leases, usage=usage, bounded=self._bounded)
-        self.trouble = Trouble(
-            name,
-            lifecycle=self._lifecycle,
-            questions=self.questions,
-            pipe=self.pipe,
-            control_log=self._control_log,
-            limits=self.limits,
-            replacement=self.replacement,
-            stopped_servers=self._stopped_servers,
-            endings=endings,
-        )
+        self.stopped_servers = StoppedServers(name, self.observer, leases, usage=usage, bounded=self._bounded)
+        self._suspicion = ""
+        """Why nothing is granted until a canary has shown that its server serves."""
+        self.unexamined = asyncio.Event()
+        """Set while its watch has not examined the servers yet that were adopted with it."""
         self._wanted = True  # whether the daemon must run at all
         self._is_new = True
         """Whether it has not searched yet for what an earlier mpsd left."""
@@ -156,8 +142,7 @@ class Supervisor:
             self._lifecycle.changed,
             self._control_log.changed,
             self.replacement.changed,
-            self.trouble.changed,
-            self._stopped_servers.changed,
+            self.stopped_servers.changed,
             self.pipe.long_commands.changed,
         ):
             changed.connect(self.changed.send)
@@ -168,12 +153,12 @@ class Supervisor:
     def snapshot(self) -> Daemon:
         """Return everything that is known about this control daemon at this moment."""
         evidence, desired = self._instance.evidence, self.drainer.desired
-        late = self.trouble.late_end
-        waits = self.pipe.waits_for or late or self.trouble.suspicion
+        late = self._endings.late_on(self.name)
+        waits = self.pipe.waits_for or late or self._suspicion
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
-            state=self._lifecycle.state,
+            state=self.state,
             because="; ".join(filter(None, (self._lifecycle.because, waits))),
             hint=self._lifecycle.hint,
             since=self._lifecycle.since,
@@ -182,14 +167,14 @@ class Supervisor:
             pipe_directory=str(self._pipe_access.paths.pipe_directory),
             wanted=self.limits.wanted,
             limits=self.observer.read_back,
-            verified=not (self.trouble.for_canary or late),
+            verified=not (self.trouble_for_canary or late),
             drift=self.observer.drift,
             undone=self.observer.undone,
             servers=self.observer.servers,
-            stopped=self._stopped_servers.of_daemon,
+            stopped=self.stopped_servers.of_daemon,
             version=self.gpu.driver_version,
             log_silent_since=self._control_log.silence.since,
-            cannot_start=self.observer.cannot_start,
+            cannot_start=self._control_log.serving.cannot_start(clock.now()),
             cannot_start_for=self._pipe_access.users,
             has_mem_limit=self.observer.has_mem_limit,
             has_client_priority=self.observer.has_client_priority,
@@ -210,20 +195,6 @@ class Supervisor:
         measured = mps_facts.binds(driver_branch(self.gpu.driver_version))
         return self._settings.current.enforcement.limits_bind or measured
 
-    def reset(self) -> None:
-        """Forget the deaths and try again, by an operator's command; a running daemon is not affected."""
-        self._wanted = True
-        self._death_tally.forget()
-        self._move(Event.RESET, "an operator reset it")
-        self._wake.set()
-
-    def _apply(self, settings: Settings) -> None:
-        """Apply settings. Limits that differ are set and verified at the next check, for servers that start later."""
-        self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
-        self.limits.configure(settings)
-        self.changed.send()
-        self._wake.set()
-
     @property
     def state(self) -> State:
         """The present state of the daemon."""
@@ -241,12 +212,12 @@ class Supervisor:
 
     async def servers_now(self) -> tuple[Server, ...] | None:
         """Query the servers again, and return them; None where the daemon does not answer, and nothing is known."""
-        if self._lifecycle.state is State.COOLING or self._death_tally.failed is not None:
+        if self.state is State.COOLING or self._death_tally.failed is not None:
             self.survivors.add(await self._instance.search_orphans())  # a dead daemon can have no servers but these
             return self.observer.servers
         done, patience = self.questions.ask(), 2 * self._settings.current.daemon.answer_deadline
         until = clock.monotonic() + patience
-        while not done() or self._lifecycle.state in {State.DOWN, State.STARTING}:
+        while not done() or (self.state in {State.DOWN, State.STARTING} and not self._names_clients):
             if self.pipe.waits_for:
                 until = clock.monotonic() + patience  # the ending of another client occupies the daemon's only seat
             elif clock.monotonic() >= until:
@@ -254,7 +225,69 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK):
                     await self.questions.answered.wait()
-        return self.observer.servers if self._lifecycle.state in ANSWERED else None
+        return self.observer.servers if self._names_clients else None
+
+    @property
+    def _names_clients(self) -> bool:
+        """Whether its last answer names its clients; where a limit cannot be restored, it does so nevertheless."""
+        return self.state in ANSWERED or (self.state is State.STARTING and self.limits.disproved)
+
+    # -- why nothing is granted on it ---------------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> str:
+        """Why its next client may not get the wanted limits, and a context; empty when it is certain that it does."""
+        faults = self._control_log.serving.faults
+        return (
+            self.trouble_for_canary
+            or self._endings.late_on(self.name)
+            or (f"server {min(faults)} handles a fatal GPU fault" if faults else "")
+            or self.stopped_servers.trouble
+            or ("its servers were adopted, and are not examined yet" if self.unexamined.is_set() else "")
+            or self._suspicion
+        )
+
+    @property
+    def trouble_for_canary(self) -> str:
+        """The same for a canary, which finds out whether a server that is late accepts clients."""
+        if self.pipe.waits_for:
+            return self.pipe.waits_for  # a process that connects meanwhile may be refused (NVIDIA: error 807)
+        if self.state not in ANSWERED:
+            return f"it is {self.state}: {self._lifecycle.because}"
+        return "it is about to be replaced for its next user" if self.replacement.is_due else self.limits.trouble
+
+    def unanswered_doubts(self) -> Callable[[], bool] | None:
+        """Read the log, and return a function that tells whether the doubts so far were answered; None where all are.
+
+        A later doubt does not count: no user may delay a grant to another user for ever.
+        """
+        with contextlib.suppress(OSError):  # the loop reports its consequences
+            self._control_log.read_news()
+        return self.questions.unanswered_doubts()
+
+    def suspect(self, because: str) -> None:
+        """Grant nothing on it for this reason, until a canary has shown that its server serves; empty withdraws it."""
+        if self._suspicion != because:
+            self._suspicion = because
+            self.changed.send()
+
+    def note_examined(self) -> None:
+        """Let grants continue that waited for the examination of adopted servers, unless one of them is suspect."""
+        self.unexamined.clear()
+        self.changed.send()
+
+    def clear_late(self) -> None:
+        """Admit again: a canary has shown that its server accepts clients, or could show nothing."""
+        self._endings.clear_late(self.name)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget the deaths and try again, by an operator's command; a running daemon is not affected."""
+        self._wanted = True
+        self._death_tally.forget()
+        self._move(Event.RESET, "an operator reset it")
+        self._wake.set()
 
     def intend(self, command: OperatorCommand) -> str:
         """Execute an operator's command; return the operation that the command belongs to, if there is one.
@@ -282,10 +315,10 @@ class Supervisor:
             await self._down.wait()
             self._instance.remove_leftovers()
 
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
     async def run(self) -> None:
         """Supervise until cancelled, and leave the daemon running: its clients must not notice."""
-        self._death_tally.load()
-        self._instance.load()
         self.drainer.load()
         try:
             while True:
@@ -313,8 +346,8 @@ class Supervisor:
     async def _check_servers(self) -> None:
         """Check the servers of dead control daemons, and stopped ones; an unused daemon is replaced with the latter."""
         await self.survivors.check()
-        because = await self._stopped_servers.check(self._instance.evidence, silent=self._lifecycle.is_silent)
-        is_watched = self._lifecycle.state in ANSWERED or self._lifecycle.is_silent
+        because = await self.stopped_servers.check(self._instance.evidence, silent=self._lifecycle.is_silent)
+        is_watched = self.state in ANSWERED or self._lifecycle.is_silent
         if because and is_watched and not self.drainer.desired.waits and self.replacement.is_deserted:
             self._move(Event.STOP, f"it is replaced: {because}")
 
@@ -323,14 +356,14 @@ class Supervisor:
         # 2. Otherwise a wanted daemon is searched for, and started only where none is found.
         # 3. A daemon that is down and not wanted, or has failed, changes only by a command; meanwhile its orphans exit.
         # 4. The other states have a process, or wait to start one again.
-        match self._lifecycle.state:
+        match self.state:
             case State.DOWN if self._death_tally.failed is not None:
                 self._move(Event.REFUSED, self._death_tally.failed, self._reset_hint)
             case State.DOWN if self._wanted:
                 await self._adopt_or_start()
             case State.DOWN | State.FAILED:
                 self.survivors.add(await self._instance.search_orphans())
-                if self._wanted and self._lifecycle.state is State.FAILED:
+                if self._wanted and self.state is State.FAILED:
                     self.drainer.fail(self._lifecycle.because)
                 # Nothing happens here by itself, except that orphans exit.
                 await self._sleep(_TICK if self.survivors.all else None)
@@ -349,7 +382,7 @@ class Supervisor:
         """Handle a lack of descriptors, memory, processes or disk: an unchecked daemon does not count as healthy."""
         lacks = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         hint = "find out which resource the machine has run out of, or which disk failed; mpsd retries by itself"
-        if self._lifecycle.state in RUNNING:
+        if self.state in RUNNING:
             self._move(Event.SILENT, f"mpsd could not check it: {lacks}", hint)
         else:
             self._lifecycle.explain(f"it cannot be started now: {lacks}", hint)
@@ -366,15 +399,22 @@ class Supervisor:
     def _move(self, event: Event, because: str, hint: str | None = None, *, then: Event | None = None) -> None:
         """Apply an event, and `then` one of the same moment."""
         self._lifecycle.move(event, because, hint, self._instance.pid, then=then)
-        self.replacement.follow(self._lifecycle.state)
-        if self._lifecycle.state is State.DOWN:
+        self.replacement.follow(self.state)
+        if self.state is State.DOWN:
             self._down.set()
+
+    def _apply(self, settings: Settings) -> None:
+        """Apply settings. Limits that differ are set and verified at the next check, for servers that start later."""
+        self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
+        self.limits.configure(settings)
+        self.changed.send()
+        self._wake.set()
 
     def _apply_desired_state(self) -> None:
         """Stop admission where an operator wants that, and resume it where no operator does."""
-        if self._lifecycle.state in ANSWERED:
+        if self.state in ANSWERED:
             self._move(_EVENTS[self.drainer.desired.intent], self.drainer.summary, self.drainer.hint)
-        if self._lifecycle.state in {State.HELD, State.DRAINING}:
+        if self.state in {State.HELD, State.DRAINING}:
             self._lifecycle.explain(self.drainer.summary, self.drainer.hint)  # the same state, for another reason
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
@@ -394,7 +434,7 @@ class Supervisor:
         is_new, self._is_new = self._is_new, False
         if self._instance.process is not None:
             self._begin_proof(self._instance.process)
-            self.trouble.unexamined.set()
+            self.unexamined.set()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was already running, and was adopted")
             return
         if is_new:
@@ -423,7 +463,7 @@ class Supervisor:
             self._record_death(Ended(f"it could not be started: {error}", started=False))
             return
         self._begin_proof(started)
-        self.trouble.unexamined.clear()
+        self.unexamined.clear()
         self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
     def _begin_proof(self, daemon: Process) -> None:
@@ -451,21 +491,13 @@ class Supervisor:
         # A daemon with a limit that cannot be restored stays in this state, and an operator's command continues here.
         if event is Event.UNPROVEN and desired is self.drainer.desired and self._drain():
             return
-        if self._lifecycle.state is State.STARTING:
+        if self.state is State.STARTING:
             # It may have bound its socket without listening yet, a moment that a busy machine makes long.
             is_silent = event is Event.SILENT
             await self._sleep(LISTEN_POLL if is_silent else self._settings.current.daemon.probe_interval)
 
     async def _watch(self) -> None:
-        """Check every two seconds, and at each change of the log; query the daemon for a reason, or when it is due.
-
-        Where something is wrong, or awaited, the checks come every second.
-        """
-        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
-        self.survivors.add(await self._instance.search_orphans())
-        desired = self.drainer.desired
-        stopped = proc.is_stopped(self._instance.process.pid)
-        is_unresponsive = self._lifecycle.state is State.UNRESPONSIVE
+        """Check the daemon and act on what is found; then wait, for a second where something is wrong or awaited."""
         # 1. The last user keeps a daemon without clients from answering. It is replaced first, since it could answer
         #    nothing.
         # 2. A front-end of mpsd has the daemon's one seat: no question is possible until it is done.
@@ -475,49 +507,58 @@ class Supervisor:
         #    about it.
         # 5. An operator's command continues. It needs an answer younger than itself, since an older one may lack a
         #    client.
-        if is_unresponsive and not stopped and await self.replacement.is_blocked_by_last_user():
-            because = self._lifecycle.because
-            self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
+        self.survivors.add(await self._instance.search_orphans())
+        desired, is_stopped = self.drainer.desired, proc.is_stopped(self._instance.running.pid)
+        if self._lifecycle.is_silent and not is_stopped and await self.replacement.is_blocked_by_last_user():
+            self._replace(f"since its last user keeps it from answering: {self._lifecycle.because}")
             return
-        has_news, is_changed = self._control_log.check(awake=not stopped), not self._pipe_access.check()
-        if is_called := has_news or is_changed or (stopped and is_unresponsive):
-            # The daemon must be queried at once, unless it is stopped: a stopped daemon cannot answer before it
-            # continues.
-            self._due = 0.0
-        if stopped:
-            due = not is_unresponsive
-        else:
-            # A drain asks every time which clients are left.
-            waits = self._lifecycle.state is State.DRAINING or self.questions.is_requested
-            due = waits or clock.monotonic() >= self._due or self._instance.socket_is_gone
+        has_reason = self._has_reason_to_ask(is_stopped=is_stopped)
         if self.pipe.waits_for:
             await self._sleep(_TICK)
             return
-        if due:
+        if self._is_due(is_stopped=is_stopped):
             await self._probe()
             if (uid := self.replacement.begin()) is not None:
-                self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
+                self._replace(f"since its next user is uid {uid}")
                 return
         if (distrusted := self.replacement.begin_distrusted()) is not None:
-            self._move(Event.STOP, f"it is replaced, since mpsd grants nothing on it: {distrusted}")
+            self._replace(f"since mpsd grants nothing on it: {distrusted}")
             return
         if desired is self.drainer.desired and not self._drain():
-            is_called = is_called or desired.waits or self.questions.is_requested
-            is_calm = not is_called and self._due > clock.monotonic() + _TICK
+            is_awaited = has_reason or desired.waits or self.questions.is_requested
+            is_calm = not is_awaited and self._due > clock.monotonic() + _TICK
             await self._sleep(clock.until_next(_CALM if is_calm else _TICK))
+
+    def _has_reason_to_ask(self, *, is_stopped: bool) -> bool:
+        """Read the log and check the pipe access; tell whether the daemon has to be asked as soon as it can answer."""
+        has_news, is_changed = self._control_log.check(awake=not is_stopped), not self._pipe_access.check()
+        has_reason = has_news or is_changed or (is_stopped and self._lifecycle.is_silent)
+        if has_reason:
+            self._due = 0.0
+        return has_reason
+
+    def _is_due(self, *, is_stopped: bool) -> bool:
+        """Tell whether to ask the daemon now: one that is stopped is asked once, and again when it continues."""
+        if is_stopped:
+            return not self._lifecycle.is_silent
+        # A drain asks every time which clients are left.
+        is_awaited = self.state is State.DRAINING or self.questions.is_requested
+        return is_awaited or clock.monotonic() >= self._due or self._instance.socket_is_gone
+
+    def _replace(self, because: str) -> None:
+        self._move(Event.STOP, f"it is replaced, {because}")
 
     async def _probe(self) -> Event:
         """Query the daemon, and set the state by the result, which is returned."""
-        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
-        starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
-        conversation = self.questions.begin()
+        is_patient = self._instance.is_fresh and self.state is State.STARTING and clock.monotonic() < self._due
+        self.questions.begin()
         async with self.pipe.whole:
-            found = await prove(self._instance.process, self._instance, self.limits, self._pipe_access, self._log)
+            found = await prove(self._instance.running, self._instance, self.limits, self._pipe_access, self._log)
         # 1. A daemon that was just started may be silent until its deadline.
         # 2. Where an operator has stopped admission, the proof and the stop are one move: no grant falls between them.
         # 3. The silence of a daemon that has ended is no event: its exit follows, and says more.
         # 4. Any other result moves the state by itself.
-        if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
+        if found.event is Event.SILENT and not found.reached and is_patient:
             return found.event
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
@@ -525,16 +566,15 @@ class Supervisor:
             self._move(found.event, self.drainer.summary, self.drainer.hint, then=_EVENTS[self.drainer.desired.intent])
         elif not (found.event is Event.SILENT and self._instance.is_dead):
             self._move(found.event, found.because, found.hint)
-        if found.event is Event.UNPROVEN or self._lifecycle.state is State.READY:
+        if found.event is Event.UNPROVEN or self.state is State.READY:
             self._lifecycle.explain(found.because, found.hint)
         self._apply_desired_state()
-        # A missing socket is checked all the time, and the daemon is queried as soon as the socket is back.
-        gone = self._instance.socket_is_gone
         pause = self._settings.current.daemon.probe_interval
         if self.observer.starting or self.observer.unforeseen:
             pause = min(pause, _TICK)
-        self._due = 0.0 if gone else clock.monotonic() + pause
-        self.questions.end(conversation)
+        # A missing socket is checked all the time, and the daemon is queried as soon as the socket is back.
+        self._due = 0.0 if self._instance.socket_is_gone else clock.monotonic() + pause
+        self.questions.end()
         self.changed.send()
         return found.event
 
@@ -550,17 +590,18 @@ class Supervisor:
         elif desired is not self.drainer.desired:
             self._apply_desired_state()
             self.changed.send()
-        if self._lifecycle.state is State.DRAINING:
+        if self.state is State.DRAINING:
             self._lifecycle.explain(self.drainer.summary, self.drainer.hint)
         return quits
 
     async def _quit_or_force(self) -> None:
         """Make the daemon quit, and wait for its clients; where necessary, by force."""
         is_deserted = self.replacement.has_to_force
-        force = is_deserted or self.drainer.has_to_force
         try:
-            if force or not self.pipe.waits_for:
-                await self._instance.quit(self.pipe, force=force, is_deserted=is_deserted)
+            if is_deserted or self.drainer.has_to_force:
+                await self._instance.force(self.pipe, is_deserted=is_deserted)
+            elif not self.pipe.waits_for:
+                await self._instance.quit(self.pipe)
         except ControlError as error:
             self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)
@@ -578,9 +619,9 @@ class Supervisor:
         # 1. mpsd made it quit, so this is no death.
         # 2. Nor is this: the holder of the lock prevents every start, and may be gone soon.
         # 3. Any other end is a death. It counts, and the contexts of its clients end with its servers.
-        if self._lifecycle.state is State.STOPPING:
+        if self.state is State.STOPPING:
             self._move(Event.DIED, ended.how)
-        elif self._lifecycle.state is State.STARTING and (holder := self._instance.lock_holder()) is not None:
+        elif self.state is State.STARTING and (holder := self._instance.lock_holder()) is not None:
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:

@@ -1,23 +1,21 @@
-"""The registry of endings: it ends each process once, whichever parts of mpsd request that; and closing leases.
+"""The registry of endings: it ends each process once, whichever parts of mpsd request that.
 
 An ending is on disk before it begins and before each of its steps. The next mpsd continues it from there, even if a
 server has a command to end contexts and has not answered yet: the front-end that waits for the answer outlives mpsd.
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import Final, Protocol
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Final
 
-from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Ending, Progress
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
-from mpsd.core.model import Lease, ProcessIdentity, Stop, Unknown
+from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
-from mpsd.core.signal import Signal
-from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps, EndStore
+from mpsd.daemon.ends.steps import DaemonOfClients, EndingParts, EndSteps, EndStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes import proc, process
@@ -29,23 +27,15 @@ VIOLATION: Final = "violation"
 
 class Endings:
     def __init__(self, store: EndStore, settings: LiveSettings, log: Logger) -> None:
-        self._store = store
-        self._settings = settings
-        self._log = log
-        self._daemons: dict[str, DaemonOfClients] = {}
+        self._store, self._log = store, log
+        self._parts = EndingParts(store, settings, log)
+        self._daemons, self.suspected, self.changed = self._parts.daemons, self._parts.suspected, self._parts.changed
         self._steps: dict[ProcessIdentity, EndSteps] = {}
         self._tasks: dict[ProcessIdentity, asyncio.Task[None]] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._not_stored = ""
+        """The last logged reason why an ending could not be stored, and so has not begun."""
         self._left_alone = set[ProcessIdentity]()
         """Processes that are not ended because they belong to other users than their leases'."""
-        self.suspected = Signal[str, int, int, str]()
-        """With control daemon, server, uid and reason: a server may serve no client from now on.
-
-        Such a server did not end the contexts of its only client, which was ended nevertheless, or did not return from
-        ending contexts.
-        """
-        self.changed = Signal[()]()
-        """`late_on` may return something else."""
 
     def add(self, daemon: DaemonOfClients) -> None:
         self._daemons[daemon.name] = daemon
@@ -121,6 +111,18 @@ class Endings:
             raise
         self._start(ending, living)
 
+    @contextlib.contextmanager
+    def failures_logged(self) -> Iterator[None]:
+        """Log, once for each reason, that an ending cannot begin: the caller tries again."""
+        try:
+            yield
+        except StorageError as error:
+            if self._not_stored != error.detail:
+                self._log.error(EventName.STORE_FULL, because=error.detail)
+            self._not_stored = error.detail
+        else:
+            self._not_stored = ""
+
     def _leave(self, target: ProcessIdentity, why: str, cause: EndCause) -> None:
         """Report once that a process is not ended."""
         if target not in self._left_alone:
@@ -172,17 +174,7 @@ class Endings:
             each.clear_late(daemon)
 
     def _start(self, ending: Ending, living: Process | None) -> None:
-        steps = EndSteps(
-            ending,
-            living,
-            daemons=self._daemons,
-            locks=self._locks,
-            store=self._store,
-            settings=self._settings,
-            suspected=self.suspected,
-            changed=self.changed,
-            log=self._log,
-        )
+        steps = EndSteps(ending, living, self._parts)
         self._steps[ending.process] = steps
         task = self._tasks[ending.process] = asyncio.get_running_loop().create_task(self._run(steps))
         # A task that is cancelled before it first runs executes none of its code, so it cannot close the process
@@ -210,89 +202,3 @@ class Endings:
         """Stop here; the next mpsd continues the endings, and the front-ends that wait keep running."""
         for task in self._tasks.values():
             task.cancel()
-
-
-# -- leases that end with their clients --------------------------------------------------------------------------------
-
-# mpsd ends each client first, and the lease after the last of them, so that its shares are not granted to others while
-# its clients still use them. The closing state is stored with the lease before any caller sees it, and the next mpsd
-# continues from there.
-
-
-class LeaseCommit(Protocol):
-    def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
-        """Store the lease in its present state, and then publish the event."""
-
-    def stored(self, lease_id: str) -> None:
-        """Return once a lease is stored. Raises StorageError."""
-
-
-class Closing:
-    """Ends the clients of closing leases, and then the leases."""
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        endings: Endings,
-        commit: LeaseCommit,
-        log: Logger,
-    ) -> None:
-        self._ledger = ledger
-        self._commit = commit
-        self._endings = endings
-        self._log = log
-        self.begun = Signal[Lease]()
-        """The clients of this lease are being ended."""
-        self.over = Signal[str, str]()
-        """With the lease's id and a reason: it has no client left, and ends now."""
-        self._trouble = ""
-        self._closing: set[str] = set()
-
-    def take_up(self, lease: Lease) -> None:
-        """Continue with a lease of an earlier mpsd, if it was closing."""
-        if lease.closing:
-            self._closing.add(lease.id)
-
-    def close(self, lease_id: str, because: str) -> None:
-        """End a lease with its clients, and return when that is stored.
-
-        Raises StorageError; the ending has begun nevertheless, but would not survive mpsd's death.
-        """
-        self.begin(lease_id, because)
-        self._commit.stored(lease_id)
-
-    def begin(self, lease_id: str, because: str) -> None:
-        """Begin to end a lease with its clients. A lease without clients, or one that waits, ends at once."""
-        lease = self._ledger.leases.get(lease_id)
-        if lease is None or not lease.clients:
-            self.over.send(lease_id, because)
-        elif not lease.closing:
-            lease = self._ledger.close(lease_id, because)
-            self._closing.add(lease_id)
-            self.begun.send(lease)
-            self._commit.change(lease, EventName.LEASE_CLOSING, because=because)
-            self._end_clients(lease)
-
-    def proceed(self) -> None:
-        """End the closing leases without clients, and the clients of the others."""
-        for lease_id in tuple(self._closing):
-            lease = self._ledger.leases.get(lease_id)
-            if lease is None:
-                self._closing.discard(lease_id)
-            elif lease.clients:
-                self._end_clients(lease)
-            else:
-                self.over.send(lease_id, f"{lease.closing}, and its clients have ended")
-
-    def _end_clients(self, lease: Lease) -> None:
-        cause = EndCause(f"end of {lease.id}", f"lease {lease.id} ends with its clients: {lease.closing}")
-        daemons = [share.daemon for share in lease.shares]
-        try:
-            for each in lease.clients:
-                self._endings.end(each, cause, daemons=daemons, stop=lease.request.stop, uid=lease.owner.uid)
-        except StorageError as error:
-            if self._trouble != error.detail:
-                self._log.error(EventName.STORE_FULL, because=error.detail)
-            self._trouble = error.detail
-        else:
-            self._trouble = ""

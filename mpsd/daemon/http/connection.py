@@ -17,9 +17,8 @@ from typing import Final, cast
 import httptools
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, unreadable
 from mpsd.daemon.http.peer import Peer
-from mpsd.daemon.http.problems import unreadable
 from mpsd.system import clock
 
 _LONGEST_HEAD: Final = 16 * 1024

@@ -11,9 +11,8 @@ from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.http.connection import Connection
-from mpsd.daemon.http.message import Message
+from mpsd.daemon.http.message import Message, closing_response
 from mpsd.daemon.http.peer import Peer
-from mpsd.daemon.http.problems import closing_response
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes.descriptors import Purpose, is_spare

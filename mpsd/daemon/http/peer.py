@@ -10,7 +10,7 @@ from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.events import EventName
 from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
-from mpsd.daemon.record.line_shares import LineShares
+from mpsd.daemon.record.bounded import LineShares
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes import namespaces

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.errors import MpsdError, UnreachableError
-from mpsd.daemon.http.problems import closing_response
+from mpsd.daemon.http.message import closing_response
 from mpsd.system import clock
 from mpsd.system.sockets import credentials
 

@@ -15,13 +15,13 @@ from msgspec import structs
 
 from mpsd.core.enforcement.ceiling import (
     NEVER,
-    Awaited,
     CeilingRules,
     ContextProof,
+    Expected,
     ExpectedClients,
-    awaited,
     context_proof,
     each_process,
+    expected_in_turns,
 )
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
@@ -74,7 +74,7 @@ class Ceilings:
         self._completeness = completeness
         self._ceilings: dict[str, _DaemonCeiling] = {}
         self._leases: dict[str, Lease] = {}
-        """The living leases, by id, as of the last `follow`."""
+        """The living leases, by id, as they were last noted."""
         self._unreadable: frozenset[str] = frozenset()
         """The GPUs that could not be read at the last reading."""
         self._proofs: dict[AttachedProcess, ContextProof] = {}
@@ -85,16 +85,16 @@ class Ceilings:
         self._changed = asyncio.Event()
         self._wakes = NEVER
         """The time of the next check by `run`."""
-        self._moved = asyncio.Event()
+        self._adjusted = asyncio.Event()
         """Set, and replaced, each time that the ceilings were adjusted: callers that wait for them check again."""
         self._waiting = 0
-        """The number of callers that wait for that."""
+        """The number of these callers."""
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
         self._rules, self._patience = CeilingRules.of(settings), 2 * settings.daemon.answer_deadline
         for lease in self._leases.values():
-            self._await(lease, anew=False)
+            self._expect(lease, anew=False)
         self._adjust_all()
         self._changed.set()
 
@@ -105,15 +105,15 @@ class Ceilings:
         supervisor.limits.want(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
-                self._await(lease, anew=True)
+                self._expect(lease, anew=True)
 
     async def run(self) -> None:
-        """Follow the clock and the findings of the supervisors until cancelled."""
+        """Adjust the ceilings by the clock and the findings of the supervisors, until cancelled."""
         while True:
             self._changed.clear()
             self._adjust_all()
-            self._moved.set()
-            self._moved = asyncio.Event()
+            self._adjusted.set()
+            self._adjusted = asyncio.Event()
             if self._read_at <= clock.monotonic():
                 self._read_at = NEVER
                 self.stale.send()
@@ -129,7 +129,7 @@ class Ceilings:
 
     # -- expected processes -------------------------------------------------------------------------------------------
 
-    def follow(self, lease: Lease) -> None:
+    def note(self, lease: Lease) -> None:
         """Expect processes of a lease with a holder, or stop expecting them, by its present state.
 
         In strict mode, a single turn comes again.
@@ -138,13 +138,13 @@ class Ceilings:
             self._leases.pop(lease.id, None)
         else:
             self._leases[lease.id] = lease
-        self._await(lease, anew=True)
+        self._expect(lease, anew=True)
         if lease.state is LeaseState.ENDED:
             self._pipe_access.close(lease)
 
     def forget(self, lease: Lease) -> None:
         """Stop expecting processes of a lease that is a claim again, and remove the pipe access of its uid."""
-        self.follow(structs.replace(lease, state=LeaseState.ENDED))
+        self.note(structs.replace(lease, state=LeaseState.ENDED))
 
     def take_reading(
         self, usages: Mapping[str, Reading[GpuUsage]], listed: Mapping[ProcessIdentity, AbstractSet[str]]
@@ -169,101 +169,56 @@ class Ceilings:
             if each.gpu not in listing
         }
         for lease in attached:
-            self._await(lease, anew=False)
+            self._expect(lease, anew=False)
         misses = ContextProof.MISSING in self._proofs.values()
         if misses and self._read_at == NEVER and self._pause <= _LAST_READING:
             self._read_at, self._pause = clock.monotonic() + self._pause, 2 * self._pause
         self._changed.set()
 
-    def _await(self, lease: Lease, *, anew: bool) -> None:
-        now = clock.monotonic()
+    def _expect(self, lease: Lease, *, anew: bool) -> None:
+        """Expect processes of a lease on each of its GPUs for as long as `_how_long` says.
+
+        With `anew` the lease itself has changed: a single turn that has passed comes again, and the ceilings are
+        adjusted; otherwise the caller adjusts all of them.
+        """
         for share in lease.shares:
             ceiling = self._ceilings.get(share.daemon)
             if ceiling is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
-            how_long = self._awaited(lease, ceiling)
-            if (
-                anew
-                and how_long is Awaited.ALWAYS
-                and self._rules.attach is Attach.STRICT
-                and lease.clients_on(share.gpu)
-            ):
-                self._read_soon(now)
-            limits = None if how_long is Awaited.NOBODY else each_process(lease, share)
-            if limits is None:
-                is_other = ceiling.expected.forget(lease.id)
-            else:
-                is_other = ceiling.expected.expect(lease.id, limits, how_long, anew=anew)
-            if anew:  # otherwise the caller adjusts all ceilings
-                self._adjust_for(ceiling, limits, now, is_other=is_other)
+            how_long = self._how_long(lease, ceiling)
+            is_other = ceiling.expected.expect(lease.id, each_process(lease, share), how_long, anew=anew)
+            if not anew:
+                continue
+            # In strict mode each lease has its own turn, and the turn of its new client ends with the memory that NVML
+            # shows. Otherwise a lease that needs no more than others changes nothing.
+            is_strict = self._rules.attach is Attach.STRICT
+            if is_strict and how_long is Expected.ALWAYS and lease.clients_on(share.gpu):
+                self._pause = 2 * _FIRST_READING
+                self._read_at = min(self._read_at, clock.monotonic() + _FIRST_READING)
+                self._changed.set()
+            if is_strict or is_other:
+                self._adjust(ceiling)
+            self._wake_if_needed(ceiling)
 
-    def _adjust_for(self, ceiling: _DaemonCeiling, limits: Limits | None, now: float, *, is_other: bool) -> None:
-        """Have a ceiling follow one lease, which needs `limits`; None: it needs none any more.
-
-        `is_other`: no other lease needs the same.
-        """
-        # 1. In strict mode each lease has its own turn, whatever the others need.
-        # 2. A lease that needs no more than others changes nothing.
-        # 3. Limits that only an ended lease needed stay for a moment, since the next request may need them.
-        # 4. Limits that an earlier lease left, and that this one needs, stay: no other lease needs wider ones.
-        # 5. What is missing is opened at once.
-        if self._rules.attach is Attach.STRICT:
-            self._adjust(ceiling)
-        elif not is_other:
-            pass
-        elif limits is None:
-            ceiling.lower_at = min(ceiling.lower_at, now + _LINGER)
-        elif limits == ceiling.limits:
-            ceiling.lower_at = NEVER
-        else:
-            self._adjust(ceiling)
-        self._wake_if_needed(ceiling)
-
-    def _read_soon(self, now: float) -> None:
-        """Read the GPUs soon for the memory of a client that has just attached."""
-        self._pause = 2 * _FIRST_READING
-        self._read_at = min(self._read_at, now + _FIRST_READING)
-        self._changed.set()
-
-    def _awaited(self, lease: Lease, ceiling: _DaemonCeiling) -> Awaited:
+    def _how_long(self, lease: Lease, ceiling: _DaemonCeiling) -> Expected:
         if lease.state is LeaseState.ENDED or lease.closing:
-            return Awaited.NOBODY
+            return Expected.NOT
         if self._rules.attach is Attach.ANYTIME:
-            return Awaited.ALWAYS
-        gpu = ceiling.supervisor.gpu
-        attached = [each for each in lease.attached if each.gpu == gpu.uuid]
+            return Expected.ALWAYS
+        gpu = ceiling.supervisor.gpu.uuid
+        attached = [each for each in lease.attached if each.gpu == gpu]
         if self._is_bound_once_listed(ceiling):
             proofs = [ContextProof.SHOWN for _ in attached]
         else:
-            new = ContextProof.UNKNOWN if gpu.uuid in self._unreadable else ContextProof.MISSING
+            new = ContextProof.UNKNOWN if gpu in self._unreadable else ContextProof.MISSING
             proofs = [self._proofs.get(each, new) for each in attached]
-        return awaited(lease.request.processes, proofs)
+        return expected_in_turns(lease.request.processes, proofs)
 
     def _is_bound_once_listed(self, ceiling: _DaemonCeiling) -> bool:
         """Tell whether a client that the server lists, and that thus has connected, has its limits for good."""
         return ceiling.supervisor.limits_bind is Binds.CONNECT
 
-    def _wake_if_needed(self, ceiling: _DaemonCeiling) -> None:
-        """Wake `run` if callers wait, or if its next check must be earlier; the ceiling is adjusted already."""
-        if self._waiting or ceiling.lower_at < self._wakes or ceiling.until < self._wakes:
-            self._changed.set()
-
-    def _open_at_once(self, lease: Lease) -> bool:
-        """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
-
-        They can where there are no turns, no trouble, and no unanswered doubt. Raises PipeAccessError.
-        """
-        is_open, is_replaced = self._rules.attach is Attach.ANYTIME, False
-        for share in lease.shares:
-            ceiling = self._ceilings.get(share.daemon)
-            if ceiling is not None:
-                is_replaced = ceiling.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
-                trouble = ceiling.supervisor.trouble
-                is_open = is_open and trouble.unanswered_doubts() is None and not trouble.for_clients
-        if is_replaced:
-            return False
-        self._pipe_access.open(lease)
-        return is_open
+    # -- opening ------------------------------------------------------------------------------------------------------
 
     async def open(self, lease: Lease, until: float = 0.0) -> None:
         """Return when a lease's clients can attach: its uid has pipe access, and its limits are open and read back.
@@ -276,30 +231,52 @@ class Ceilings:
         ceilings.sort(key=lambda ceiling: ceiling.supervisor.name)
         for ceiling in ceilings:
             ceiling.expected.ask(lease.id)
-        doubts = None
         try:
-            while True:
-                for ceiling in ceilings:
-                    await self._open(ceiling, lease.id, until)
-                    ceiling.expected.keep_slot(lease.id)
-                    self._adjust(ceiling)
-                if all(
-                    ceiling.expected.is_open_to(lease.id) or not ceiling.expected.expects(lease.id)
-                    for ceiling in ceilings
-                ):
-                    if doubts is None:  # later ones do not count
-                        found = (ceiling.supervisor.trouble.unanswered_doubts() for ceiling in ceilings)
-                        doubts = [each for each in found if each is not None]
-                    if all(is_answered() for is_answered in doubts):
-                        self._pipe_access.open(lease)
-                        return
-                    await self._move(None)
+            await self._open_all(ceilings, lease.id, until)
+            self._pipe_access.open(lease)
         finally:
             there = self._leases.get(lease.id, lease)
             for ceiling in ceilings:
-                ceiling.expected.answer(lease.id, self._awaited(there, ceiling), now=clock.monotonic())
+                ceiling.expected.answer(lease.id, self._how_long(there, ceiling), now=clock.monotonic())
                 self._adjust(ceiling)
                 self._wake_if_needed(ceiling)
+
+    def _open_at_once(self, lease: Lease) -> bool:
+        """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
+
+        They can where there are no turns, no trouble, and no unanswered doubt. Raises PipeAccessError.
+        """
+        is_open, is_replaced = self._rules.attach is Attach.ANYTIME, False
+        for share in lease.shares:
+            ceiling = self._ceilings.get(share.daemon)
+            if ceiling is not None:
+                supervisor = ceiling.supervisor
+                is_replaced = supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
+                is_open = is_open and supervisor.unanswered_doubts() is None and not supervisor.trouble
+        if is_replaced:
+            return False
+        self._pipe_access.open(lease)
+        return is_open
+
+    async def _open_all(self, ceilings: list[_DaemonCeiling], lease_id: str, until: float) -> None:
+        """Wait until a lease has its turn on all of its GPUs at once, and the doubts of that moment are answered."""
+        # 1. The turns are taken in the order of the GPUs, and each is kept until the last one has come.
+        # 2. A turn can be lost nevertheless, as by a reload: then they are taken again.
+        # 3. Doubts about the control daemons that come up after that do not count.
+        doubts = None
+        while True:
+            for ceiling in ceilings:
+                await self._open_one(ceiling, lease_id, until)
+                ceiling.expected.keep_slot(lease_id)
+                self._adjust(ceiling)
+            if any(each.expected.expects(lease_id) and not each.expected.is_open_to(lease_id) for each in ceilings):
+                continue
+            if doubts is None:
+                found = (ceiling.supervisor.unanswered_doubts() for ceiling in ceilings)
+                doubts = [each for each in found if each is not None]
+            if all(is_answered() for is_answered in doubts):
+                return
+            await self._wait_for_adjustment()
 
     @contextlib.asynccontextmanager
     async def opened_for_canary(self, name: str, limits: Limits) -> AsyncIterator[None]:
@@ -308,11 +285,11 @@ class Ceilings:
         Raises DaemonNotReadyError, and TimeoutError where its turn does not come.
         """
         ceiling = self._ceilings[name]
-        ceiling.expected.expect(_CANARY, limits, Awaited.ALWAYS)
+        ceiling.expected.expect(_CANARY, limits, Expected.ALWAYS)
         self._adjust(ceiling)
         try:
             async with asyncio.timeout(_CANARY_PATIENCE):
-                await self._open(ceiling, _CANARY)
+                await self._open_one(ceiling, _CANARY)
             yield
         finally:
             ceiling.expected.forget(_CANARY)
@@ -320,7 +297,7 @@ class Ceilings:
             self._adjust(ceiling)
             self._changed.set()
 
-    async def _open(self, ceiling: _DaemonCeiling, lease_id: str, until: float = 0.0) -> None:
+    async def _open_one(self, ceiling: _DaemonCeiling, lease_id: str, until: float = 0.0) -> None:
         # 1. Open and without trouble: the clients can attach.
         # 2. An end of a client keeps the pipe busy for as long as its work takes. That is no fault: wait without bound.
         # 3. Open, but the limits cannot be verified: wait for the patience that a caller has, and refuse then.
@@ -328,7 +305,7 @@ class Ceilings:
         supervisor, patience = ceiling.supervisor, None
         while ceiling.expected.expects(lease_id):
             is_open = ceiling.expected.is_open_to(lease_id)
-            trouble = supervisor.trouble.for_canary if lease_id == _CANARY else supervisor.trouble.for_clients
+            trouble = supervisor.trouble_for_canary if lease_id == _CANARY else supervisor.trouble
             if not trouble:
                 if is_open:
                     return
@@ -344,17 +321,19 @@ class Ceilings:
                 because = f"the limits of {supervisor.name} could not be opened: {trouble}"
                 hint = "try again in a moment; for its state: mpsctl daemons"
                 raise DaemonNotReadyError(because, hint=hint, limit="health")
-            await self._move(patience)
+            await self._wait_for_adjustment(patience)
 
-    async def _move(self, until: float | None) -> None:
+    async def _wait_for_adjustment(self, until: float | None = None) -> None:
         """Wait until the ceilings were adjusted again, or until this time."""
         self._waiting += 1
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if until is None else until - clock.monotonic()):
-                    await self._moved.wait()
+                    await self._adjusted.wait()
         finally:
             self._waiting -= 1
+
+    # -- adjusting ----------------------------------------------------------------------------------------------------
 
     def _adjust_all(self) -> None:
         for ceiling in self._ceilings.values():
@@ -375,3 +354,8 @@ class Ceilings:
         if limits != ceiling.limits:
             ceiling.limits = limits
             ceiling.supervisor.limits.want(limits)
+
+    def _wake_if_needed(self, ceiling: _DaemonCeiling) -> None:
+        """Wake `run` if callers wait, or if its next check must be earlier; the ceiling is adjusted already."""
+        if self._waiting or ceiling.lower_at < self._wakes or ceiling.until < self._wakes:
+            self._changed.set()

@@ -88,7 +88,7 @@ class Claims:
         because = f"it is held by {holders.said(named.holder)}"
         if replace:
             because += f", and was by {', '.join(map(holders.said, holders.bound_to(before)))}"
-        self._ceilings.follow(lease)
+        self._ceilings.note(lease)
         self._group_commit.change(lease, event, **holders.group_facts(named.holder), because=because)
         self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, lease)
@@ -106,7 +106,7 @@ class Claims:
         except MpsdError:
             self._holder_watch.unwatch(lease_id)
             raise
-        self._ceilings.follow(lease)
+        self._ceilings.note(lease)
         because = f"{holders.said(named.holder)} took it"
         facts = {**holders.group_facts(named.holder), "because": because}
         self._group_commit.change(lease, EventName.LEASE_CLAIMED, **facts)

@@ -60,7 +60,7 @@ class Clients:
         """Note that only these processes of a lease are left, which carry its token."""
         attached = tuple(each for each in lease.attached if each.process in bearers)
         lease = self._ledger.attach(lease.id, attached, bearers)
-        self._ceilings.follow(lease)
+        self._ceilings.note(lease)
         self.report_borne(lease)
 
     def report_borne(self, lease: Lease) -> None:
@@ -85,7 +85,7 @@ class Clients:
                 facts = holders.group_name(proc.cgroup(identity.pid)).facts()  # first, since it may fail
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
-                self._ceilings.follow(lease)
+                self._ceilings.note(lease)
                 facts |= {} if kernel_says else {"by": "token"}
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
@@ -180,7 +180,7 @@ class Clients:
             )
         if not any(self._ledger.has_room(lease, share.gpu) for share in lease.shares):
             raise _no_room(lease)
-        self._ceilings.follow(lease)
+        self._ceilings.note(lease)
         await self._ceilings.open(lease)
         return self._ledger.leases.get(lease_id, lease)
 
@@ -248,7 +248,7 @@ class Clients:
         bearers = tuple(each for each in lease.bearers if each in left)
         if (attached, bearers) != (lease.attached, lease.bearers):
             lease = self._ledger.attach(lease.id, attached, bearers)
-            self._ceilings.follow(lease)
+            self._ceilings.note(lease)
             self._group_commit.change(lease)
 
 

@@ -16,8 +16,8 @@ from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record.bounded import LineShares
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
@@ -148,11 +148,10 @@ class GroupCommit:
         for lease in result.refused:
             because = f"it was not granted because it could not be stored: {result.because}"
             self.unstored.send(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
-        refused = {lease.id for lease in result.refused}
-        self._events += [each for each in events if each.lease in self._store.late]
         late = {lease_id: lease for lease_id, lease in changed.items() if lease_id in self._store.late}
+        self._events += [each for each in events if each.lease in self._store.late]
         self._changed = {**late, **self._changed}
-        left_out = refused | late.keys()
+        left_out = late.keys() | {lease.id for lease in result.refused}
         return (
             [each for each in events if each.lease not in left_out],
             {lease_id: lease for lease_id, lease in changed.items() if lease_id not in left_out},

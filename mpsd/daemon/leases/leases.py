@@ -16,15 +16,16 @@ from msgspec import Struct, structs
 from mpsd.core import holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now, RequestIds
+from mpsd.core.admission.ledger import Ledger, Now, RequestIds
 from mpsd.core.enforcement.attribution import TOKEN_BYTES
+from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
 from mpsd.core.signal import Signal
-from mpsd.daemon.ends.endings import Closing, Endings
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.claims import Claims
 from mpsd.daemon.leases.clients import ChangedUsers, Clients
@@ -60,28 +61,29 @@ class _PendingRequest(Struct):
     uid: int
     until: float
     """The time until which its callers wait for it, on the monotonic clock."""
-    decided: "asyncio.Future[None] | None" = None
-    """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
+    decided: "asyncio.Future[None]"
+    """Done when it is granted, or has ended without a grant."""
     refusal: MpsdError | None = None
     """The reason why it has ended, if it has."""
     listeners: int = 0
     """The number of connections that wait for the answer: a request may be repeated by its request_id."""
-    held_until: float | None = None
+    kept_until: float | None = None
     """The time until which the request is kept while no caller waits, in seconds of the monotonic clock: a caller may
     return."""
 
     @classmethod
-    def of(cls, lease: Lease, until: float | None, held_until: float | None = None) -> Self:
+    def of(cls, lease: Lease, until: float | None, kept_until: float | None = None) -> Self:
         """Return one for a lease whose callers wait `until` this time; None: without end."""
-        waits = lease.state is LeaseState.WAITING
-        decided = asyncio.get_running_loop().create_future() if waits else None
+        decided = asyncio.get_running_loop().create_future()
+        if lease.state is not LeaseState.WAITING:
+            decided.set_result(None)
         until = clock.monotonic() + _WITHOUT_END if until is None else until
-        return cls(lease.owner.uid, until, decided, held_until=held_until)
+        return cls(lease.owner.uid, until, decided, kept_until=kept_until)
 
     def decide(self, refusal: MpsdError | None) -> None:
         """Wake the callers that wait for the outcome: a grant, or a refusal."""
         self.refusal = refusal
-        if self.decided is not None and not self.decided.done():
+        if not self.decided.done():
             self.decided.set_result(None)
 
 
@@ -103,7 +105,7 @@ class Leases:
         self.left_behind = Signal[Lease]()
         """This lease has ended while it had clients."""
         self.ledger, self.completeness, self.ceilings = ledger, completeness, ceilings
-        self._settings = settings
+        self._settings, self._endings = settings, endings
         self._store = store
         self._published = events.batch
         """The latest turn of an earlier mpsd whose news are in the history."""
@@ -114,7 +116,6 @@ class Leases:
         self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit)
         self._keepers = Keepers(ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users)
         self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
-        self.closing = Closing(ledger, endings, self.group_commit, log)
         self.request_ids = RequestIds(ledger.find)
         self._pending: dict[str, _PendingRequest] = {}
         """The requests whose outcome no caller has got yet, by lease."""
@@ -126,14 +127,12 @@ class Leases:
         self._offered: Iterable[Offer] | None = None
         self.group_commit.ending.connect(self._settle_after_ends)
         self.group_commit.unstored.connect(self._end)
-        self.closing.begun.connect(ceilings.follow)
-        self.closing.over.connect(self._end)
         self._keepers.gone.connect(self._keeper_gone)
         self._keepers.unborne.connect(self._end)
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
-        self.ledger.rules = AdmissionRules.of(settings.admission)
+        self.ledger.rules = settings.admission
 
     async def run(self) -> None:
         """Watch holders and clocks until cancelled; the leases stay on disk."""
@@ -146,7 +145,7 @@ class Leases:
                     now = clock.monotonic()
                     self._report_expiring(now)
                     self._end_overdue(now)
-                    self.closing.proceed()
+                    self._end_closing()
                     self.holder_watch.poll()
                     self.group_commit.mend()
                     self.settle()  # the order of the queue changes with time alone
@@ -212,9 +211,8 @@ class Leases:
             self._end(lease.id, because)
         elif lease.state is not LeaseState.WAITING:
             if lease.claim is None:
-                self.ceilings.follow(lease)
+                self.ceilings.note(lease)
             self.clients.drop_dead_clients(lease)
-            self.closing.take_up(lease)
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
@@ -273,7 +271,7 @@ class Leases:
     def _decided(self, lease: Lease) -> None:
         """Record the decision about a request: its clients are admitted before its caller gets the answer."""
         if lease.shares and lease.claim is None:
-            self.ceilings.follow(lease)
+            self.ceilings.note(lease)
             self.holder_watch.has_new.set()  # the request may have waited
         self.group_commit.note_decision(lease)
 
@@ -282,14 +280,17 @@ class Leases:
 
         A caller that leaves, or is cancelled, before that can get the outcome later only with a request_id.
         """
+        # 1. The request is decided. Until then it may wait in the queue.
+        # 2. The decision is stored.
+        # 3. A granted lease is opened to its clients. It ends where that fails, and may end meanwhile.
+        # 4. A caller that is still there gets the outcome, which no other caller has to wait for any more.
         pending = self._pending.get(lease.id)
         if pending is None:
             return lease  # a caller got this lease before, so it is stored
         pending.listeners += 1
-        pending.held_until = None
+        pending.kept_until = None
         try:
-            if pending.decided is not None:
-                await asyncio.shield(pending.decided)
+            await asyncio.shield(pending.decided)
             self.group_commit.commit()
             if pending.refusal is None:
                 await self._open(lease.id, pending.until)
@@ -324,14 +325,14 @@ class Leases:
         lease, admission = self.ledger.find(lease_id), self._settings.current.admission
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
             return
-        kept = sum(each.uid == pending.uid and each.held_until is not None for each in self._pending.values())
+        kept = sum(each.uid == pending.uid and each.kept_until is not None for each in self._pending.values())
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
         elif kept >= admission.hang_ups_per_uid:
             most = admission.hang_ups_per_uid
             self._end(lease_id, f"its caller disconnected, as {most} others of its uid (admission.hang_ups_per_uid)")
         else:
-            pending.held_until = clock.monotonic() + admission.hang_up_grace
+            pending.kept_until = clock.monotonic() + admission.hang_up_grace
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -416,7 +417,7 @@ class Leases:
                 self._end(lease.id, self.claims.why_expired(lease, lease.claim))
             else:
                 self._expire(lease)
-        for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
+        for lease_id in [each for each, pending in self._pending.items() if (pending.kept_until or now) < now]:
             self._end(lease_id, "its caller disconnected and did not come back")
 
     def _expire(self, lease: Lease) -> None:
@@ -430,7 +431,7 @@ class Leases:
         facts = {"clients": pids, "because": f"{because}{clients}{afterwards}"}
         self.group_commit.change(lease, EventName.LEASE_EXPIRED, **facts)
         if ends_clients:
-            self.closing.begin(lease.id, because)
+            self._close(lease.id, because)
         else:
             self._end(lease.id, because)
 
@@ -440,6 +441,43 @@ class Leases:
         """End a lease, and return when that is stored; also where it has ended already. Raises StorageError."""
         self._end(lease_id, because)
         self.group_commit.stored(lease_id)
+
+    def close(self, lease_id: str, because: str) -> None:
+        """End the clients of a lease, and then the lease; return when that is stored.
+
+        Raises StorageError; the ending has begun nevertheless, but would not survive mpsd's death.
+        """
+        self._close(lease_id, because)
+        self.group_commit.stored(lease_id)
+
+    def _close(self, lease_id: str, because: str) -> None:
+        """Begin to end a lease with its clients. A lease without clients, or one that waits, ends at once.
+
+        Its shares are not granted to others while its clients use them. The next mpsd continues from the stored lease.
+        """
+        lease = self.ledger.leases.get(lease_id)
+        if lease is None or not lease.clients:
+            self._end(lease_id, because)
+        elif not lease.closing:
+            lease = self.ledger.close(lease_id, because)
+            self.ceilings.note(lease)
+            self.group_commit.change(lease, EventName.LEASE_CLOSING, because=because)
+            self._end_clients(lease)
+
+    def _end_closing(self) -> None:
+        """End the closing leases without clients, and the clients of the others."""
+        for lease in [each for each in self.ledger.leases.values() if each.closing]:
+            if lease.clients:
+                self._end_clients(lease)
+            else:
+                self._end(lease.id, f"{lease.closing}, and its clients have ended")
+
+    def _end_clients(self, lease: Lease) -> None:
+        cause = EndCause(f"end of {lease.id}", f"lease {lease.id} ends with its clients: {lease.closing}")
+        daemons = [share.daemon for share in lease.shares]
+        with self._endings.failures_logged():
+            for each in lease.clients:
+                self._endings.end(each, cause, daemons=daemons, stop=lease.request.stop, uid=lease.owner.uid)
 
     def _keeper_gone(self, lease: Lease, because: str) -> None:
         """End a lease without a living process or group, unless a process may carry its token.
@@ -460,7 +498,7 @@ class Leases:
         if ended is None:
             return
         self._unsettled = True
-        self.ceilings.follow(ended)
+        self.ceilings.note(ended)
         self._ended[lease_id] = ended
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)

@@ -8,7 +8,7 @@ from typing import Final
 from mpsd import __version__
 from mpsd.core.admission import users
 from mpsd.core.metrics import snapshot
-from mpsd.core.metrics.samples import Samples
+from mpsd.core.metrics.families import Samples
 from mpsd.core.metrics.snapshot import NodeSnapshot
 from mpsd.core.model import Lease
 from mpsd.core.roles import UserIdentity

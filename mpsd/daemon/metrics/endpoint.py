@@ -11,8 +11,7 @@ from typing import Final
 from mpsd.core.events import EventName
 from mpsd.core.setting_parsers import address_of
 from mpsd.daemon.http.listener import Listener
-from mpsd.daemon.http.message import Answer, Message
-from mpsd.daemon.http.problems import unroutable
+from mpsd.daemon.http.message import Answer, Message, unroutable
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger

@@ -16,8 +16,7 @@ from prometheus_client.metrics_core import (
     StateSetMetricFamily,
 )
 
-from mpsd.core.metrics.families import FAMILIES, Family, Kind
-from mpsd.core.metrics.samples import Buckets, Labels, Samples
+from mpsd.core.metrics.families import FAMILIES, Buckets, Family, Kind, Labels, Samples
 
 
 class _Collector:

@@ -16,7 +16,7 @@ from mpsd.core.metrics.tally import Tally
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
 from mpsd.system.files.encoding import to_json
-from mpsd.system.host import log_lines
+from mpsd.system.host import log_output
 from mpsd.system.host.journal import Journal
 from mpsd.system.host.journal import entry as journal_entry
 from mpsd.system.host.log_output import LogOutput
@@ -121,7 +121,7 @@ def _counted(tally: Tally, _: WrappedLogger, level: str, line: EventDict) -> Eve
 def _recorded(record: Callable[[float, bytes], None], logger: WrappedLogger, level: str, line: EventDict) -> EventDict:
     """Record a line as an event. One with a traceback, which is for the log alone, is none."""
     if "exception" not in line:
-        record(line["at"].timestamp(), str(log_lines.as_json(logger, level, line)).encode())
+        record(line["at"].timestamp(), str(log_output.as_json(logger, level, line)).encode())
     return line
 
 
@@ -169,10 +169,10 @@ def configure(
     sink: Journal | LogOutput
     if form is LogFormat.AUTO and journal is not None:
         sink = journal
-        processors += [log_lines.harmless, _entry]
+        processors += [log_output.harmless, _entry]
     else:
         sink = LogOutput(stream.fileno())
-        processors += [*log_lines.rendering(form, stream), _encoded]
+        processors += [*log_output.rendering(form, stream), _encoded]
     rendered = structlog.wrap_logger(structlog.ReturnLogger(), processors, structlog.BoundLogger).bind()
 
     def gap(lost: int) -> bytes:

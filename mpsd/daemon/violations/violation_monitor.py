@@ -18,7 +18,6 @@ from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import Doubt, Violation
-from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import (
@@ -207,8 +206,6 @@ class ViolationMonitor:
         """The open violations, in the order in which they were found."""
         self.doubts: tuple[Doubt, ...] = ()
         """The unknown facts about the limits of leases' clients at present."""
-        self._not_stored = ""
-        """The last logged reasons why endings could not be stored, and so have not begun."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -223,7 +220,7 @@ class ViolationMonitor:
         self._clients.attribute(self._seen.values())
         if read:
             self._attribute_memory()
-        self._follow_faults()
+        self._note_faults()
         self.doubts = tuple(self._doubt())
         found = set(self._find())
         now = clock.monotonic()
@@ -284,7 +281,7 @@ class ViolationMonitor:
             return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
         return replace(known, opened=opened)
 
-    def _follow_faults(self) -> None:
+    def _note_faults(self) -> None:
         """Log each new fatal fault with the clients that it affects, and the end of each fault."""
         faults = {
             (daemon.name, server.pid): server.faulted
@@ -462,17 +459,8 @@ class ViolationMonitor:
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def _begin(self, violation: Violation) -> None:
-        policy = self._policy(violation)
-        self._log.warning(
-            EventName.VIOLATION,
-            kind=violation.kind,
-            pid=violation.process.pid,
-            lease=violation.lease,
-            daemon=violation.daemon,
-            policy=policy,
-            because=violation.because,
-            hint=violation.hint,
-        )
+        facts = {"policy": self._policy(violation), "because": violation.because, "hint": violation.hint}
+        self._log.warning(EventName.VIOLATION, **_named(violation), **facts)
         self._found[violation] = None
 
     def _policy(self, violation: Violation) -> OnViolation:
@@ -482,13 +470,13 @@ class ViolationMonitor:
         return self._settings.current.on_violation(violation.kind)
 
     def _act(self, violation: Violation) -> None:
-        """Apply the policy, once for a process; where that cannot be stored, the next inspection tries again."""
+        """Apply the policy, once for a process; where its end cannot begin, the next inspection tries again."""
         if self._policy(violation) is OnViolation.REPORT:
             self._endings.let_go(violation.process, _cause(violation))  # the policy may have changed
             return
         lease = self._find_lease(violation.lease) if violation.lease is not None else None
         client = self._seen.get((violation.daemon, violation.process))
-        try:
+        with self._endings.failures_logged():
             self._endings.end(
                 violation.process,
                 EndCause(_cause(violation), violation.because),
@@ -498,24 +486,18 @@ class ViolationMonitor:
                 lost=violation.kind is ViolationKind.LINGERS,
                 uid=client.uid if client is not None else None,
             )
-        except StorageError as error:
-            if self._not_stored != error.detail:
-                self._log.error(EventName.STORE_FULL, because=error.detail)
-            self._not_stored = error.detail
-        else:
-            self._not_stored = ""
 
     def _end(self, violation: Violation) -> None:
-        self._log.info(
-            EventName.VIOLATION_ENDED,
-            kind=violation.kind,
-            pid=violation.process.pid,
-            lease=violation.lease,
-            daemon=violation.daemon,
-        )
+        self._log.info(EventName.VIOLATION_ENDED, **_named(violation))
         del self._found[violation]
         # An ending that has not begun is cancelled; one that has begun is finished.
         self._endings.let_go(violation.process, _cause(violation))
+
+
+def _named(violation: Violation) -> dict[str, object]:
+    """Return the facts that events name a violation by."""
+    pid = violation.process.pid
+    return {"kind": violation.kind, "pid": pid, "lease": violation.lease, "daemon": violation.daemon}
 
 
 def _cause(violation: Violation) -> str:

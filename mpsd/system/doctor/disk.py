@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import FilesSeen, LoggedVersions, PipeDirectorySeen, Space
+from mpsd.core.doctor.finding import FilesSeen, LoggedVersions, PipeDirectorySeen, Space
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.log_parser import parse
 from mpsd.core.settings import Settings
-from mpsd.system.doctor.readings import denied, last_lines
+from mpsd.system.doctor.machine import denied, last_lines
 from mpsd.system.files import rundir
 
 _HEX: Final = re.compile(rb"[0-9A-Fa-f]{8}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
+from mpsd.core.doctor.finding import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings

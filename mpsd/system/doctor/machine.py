@@ -6,11 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
+from mpsd.core.doctor.finding import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock
-from mpsd.system.doctor.readings import denied, last_lines
 from mpsd.system.host import host_environment
+
+# -- readings ----------------------------------------------------------------------------------------------------------
+
+# What the other readers of this room use too.
+
+
+_TAIL: Final = 1024 * 1024
+"""Bytes that are read from the end of a log."""
+
+
+def denied(path: Path | str, error: OSError) -> Unknown:
+    return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+
+
+def last_lines(path: Path) -> list[str]:
+    """Return the lines at the end of a log; the first may be a part of one. Raises OSError."""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+        return log.read(_TAIL).decode("utf-8", errors="replace").splitlines()
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
 
 _MOST: Final = 100_000
 """Maximum number of records of the kernel's log that are read; its buffer holds fewer."""

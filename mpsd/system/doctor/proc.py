@@ -1,4 +1,4 @@
-"""The processes of MPS and of mpsd on the whole machine, as far as the calling user may inspect them."""
+"""The processes of MPS and of mpsd on the whole machine, and those with leases, as far as the caller may see them."""
 
 import contextlib
 import os
@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from mpsd.core.doctor.observed import ProcessSeen
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, MPSD, SERVER, USUAL
+from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVER, USUAL, VISIBLE
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system.doctor.readings import denied
+from mpsd.system.doctor.machine import denied
 from mpsd.system.host import host_environment
-from mpsd.system.processes import namespaces, proc, process_table
+from mpsd.system.processes import foreign_files, namespaces, proc, process_table
+from mpsd.system.processes.foreign_files import ForeignFile
 from mpsd.system.sockets import sock_diag
 
 _PROC: Final = Path("/proc")
@@ -163,3 +164,33 @@ def _shared_memory(at: Path) -> Reading[int]:
         return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")
     major, minor = map(int, place.device.split(":"))
     return Known(os.makedev(major, minor))
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+
+_PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
+
+
+def look(pid: int, lease: str, *, gpu: str, granted: int) -> ClientSeen | None:
+    """Inspect a process of a lease; None when it is gone."""
+    try:
+        arguments = proc.arguments_of(pid)
+    except OSError:
+        return None
+    variables = proc.environment_of(pid, _is_wanted)
+    if variables is None:
+        return None
+    return ClientSeen(pid, lease, gpu, granted, arguments, variables, _frameworks(pid))
+
+
+def _is_wanted(name: str) -> bool:
+    return name == VISIBLE or name.startswith(_PREFIXES)
+
+
+def _frameworks(pid: int) -> frozenset[str]:
+    """Return the framework libraries that a process has mapped; empty where that cannot be read."""
+    with contextlib.suppress(OSError):
+        maps = foreign_files.read(pid, ForeignFile.MAPS)
+        return frozenset(each for each in LIBRARIES if f"/{each}/".encode() in maps)
+    return frozenset()

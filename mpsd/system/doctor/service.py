@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
+from mpsd.core.doctor.finding import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system.doctor.readings import denied
+from mpsd.system.doctor.machine import denied
 from mpsd.system.host.configuration import read_configuration
-from mpsd.system.processes import file_locks, process
+from mpsd.system.processes import descriptors, process
 from mpsd.system.sockets import credentials
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
@@ -59,7 +59,7 @@ def look_at_socket(path: Path) -> SocketSeen:
 def lock_holder(runtime_dir: Path) -> Reading[int | None]:
     """Return the pid of the process that holds the lock of a runtime directory."""
     try:
-        holders = file_locks.holders(runtime_dir / "mpsd.lock")
+        holders = descriptors.holders(runtime_dir / "mpsd.lock")
     except OSError as error:
         return denied(error.filename, error)
     return Known(holders[0].pid if holders else None)

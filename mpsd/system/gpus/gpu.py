@@ -105,7 +105,8 @@ class NvmlGpus:
     """The GPUs of NVIDIA's driver.
 
     The first inventory that finds the driver opens it, and it stays open: each GPU keeps its index, and a GPU without
-    persistence mode is not set up again for each reading.
+    persistence mode is not set up again for each reading. Nor can the kernel unload an open driver, so that its version
+    is the same for as long.
     """
 
     def __init__(

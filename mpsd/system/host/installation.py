@@ -7,7 +7,9 @@ removed. A Debian package does not use this module: it has its own units, and dp
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -16,10 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import __version__
-from mpsd.core.errors import ConfigurationError, NotFoundError
+from mpsd.core.errors import AlreadyRunningError, ConfigurationError, NotFoundError, NotPermittedError
 from mpsd.system.files import atomic_file, path_safety
 from mpsd.system.host import systemd_units
 from mpsd.system.host.configuration import read_configuration
+from mpsd.system.processes import descriptors, proc, process
 
 TARGET: Final = Path("/usr/local")
 """Where systemd, man and the shells look for files that no system package owns."""
@@ -284,3 +287,41 @@ def _refuse_homes(path: Path) -> None:
                 " UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin UV_PYTHON_INSTALL_DIR=/opt/uv/python"
                 " uv tool install .",
             )
+
+
+# -- whether a service runs --------------------------------------------------------------------------------------------
+
+# The mpsd that uses a runtime directory now, found as the holder of its lock, and how it is ended.
+
+
+_UNIT: Final = "mpsd.service"
+
+
+async def end(runtime_dir: Path) -> None:
+    """End the mpsd of a runtime directory, and return when it is gone; at once where there is none.
+
+    Raises NotPermittedError where it belongs to another user, and AlreadyRunningError where systemd runs it, since
+    systemd would start it again.
+    """
+    for identity in descriptors.holders(runtime_dir / "mpsd.lock"):
+        living = process.adopt(identity)
+        if living is None:
+            continue
+        try:
+            if identity not in descriptors.holders(runtime_dir / "mpsd.lock"):
+                continue
+            if any(f"/{_UNIT}" in path for path in proc.control_groups(identity.pid).values()):
+                raise AlreadyRunningError(
+                    f"mpsd runs as a service of systemd (pid {identity.pid})",
+                    hint="stop it, and its control daemons once they have no clients: systemctl start"
+                    " mpsd-stop-daemons.service",
+                )
+            living.signal(signal.SIGTERM)
+            await living.wait()
+        except PermissionError:
+            raise NotPermittedError(
+                f"mpsd runs as another user (pid {identity.pid}), and uid {os.getuid()} may not end it",
+                hint="use sudo mpsd stop",
+            ) from None
+        finally:
+            living.close()

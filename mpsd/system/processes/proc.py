@@ -107,6 +107,12 @@ def start_ticks(pid: int) -> int | None:
     return None if stat is None else stat.start_ticks
 
 
+def identify(pid: int) -> ProcessIdentity | None:
+    """Return the identity of the process that has this pid now; None where there is none."""
+    ticks = start_ticks(pid)
+    return None if ticks is None else ProcessIdentity(pid, ticks)
+
+
 def live_ticks(pid: int) -> int | None:
     """Return a process's start time as `start_ticks` does; None also when it has ended but was not reaped yet.
 

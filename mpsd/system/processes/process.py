@@ -199,8 +199,8 @@ def from_pidfd(pidfd: int) -> Process | None:
 
 def find(pid: int) -> Process | None:
     """Watch the process that has this pid now; None when there is none."""
-    ticks = proc.start_ticks(pid)
-    return None if ticks is None else adopt(ProcessIdentity(pid, ticks))
+    identity = proc.identify(pid)
+    return None if identity is None else adopt(identity)
 
 
 def adopt(identity: ProcessIdentity) -> Process | None:

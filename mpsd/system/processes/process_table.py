@@ -73,8 +73,8 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
     return found
 
 
-def leader_with(variable: str, value: str) -> int | None:
-    """Return the pid of a session leader of mpsd's own uid that was started with this variable."""
+def leader_with(variable: str, value: str) -> ProcessIdentity | None:
+    """Return the session leader of mpsd's own uid that was started with this variable."""
     wanted = os.fsencode(f"{variable}={value}")
     for pid in proc.pids():
         stat = proc.stat_of(pid)
@@ -82,7 +82,7 @@ def leader_with(variable: str, value: str) -> int | None:
             continue
         with contextlib.suppress(*proc.UNSEEN):
             if wanted in foreign_files.read(pid, ForeignFile.ENVIRONMENT).split(b"\0"):
-                return pid
+                return ProcessIdentity(pid, stat.start_ticks)
     return None
 
 

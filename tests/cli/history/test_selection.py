@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.history.selection import GpuNames, Selector, matching_kinds
+from mpsd.cli.history.sentences import GpuNames, Selector, matching_kinds
 from mpsd.cli.options import parse_moment
 from mpsd.core.errors import InvalidRequestError
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mpsd.cli.history import story
-from mpsd.cli.history.selection import GpuNames
+from mpsd.cli.history.sentences import GpuNames
 
 A, B = "GPU-a", "GPU-b"
 EVENTS: list[Any] = [

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.accounting.accounts import Accounts, GpuReading, LeaseRecord, ShareRecord
+from mpsd.core.accounting.accounts import (
+    HOUR,
+    MINUTE,
+    SECOND,
+    Accounts,
+    GpuReading,
+    LeaseRecord,
+    Period,
+    Periods,
+    Rollup,
+    Series,
+    ShareRecord,
+)
 from mpsd.core.accounting.report import By, Report, step_of
-from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Rollup, Series
 
 START = 1_795_000_000 * SECOND
 

@@ -12,10 +12,9 @@ from typing import TypeAlias
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Placement
+from mpsd.core.settings import Admission, Placement
 from mpsd.core.units import MIB
 from tests.core.admission.scenarios import granted_on
 
@@ -37,7 +36,7 @@ def each_of(tenths: int, memory: int, request: LeaseRequest) -> tuple[int, int]:
 class HandLedger:
     """All facts that decisions depend on: offers, rules, leases, waiting requests, and past usage."""
 
-    rules: AdmissionRules
+    rules: Admission
     had: Callable[[int], float]
     """Past usage of a uid by the ledger, so that floats round alike; it is compared with `used`."""
     half_life: float

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, Final
 
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
+from mpsd.core.admission.ledger import Ledger, Now
 from mpsd.core.admission.users import Usage
 from mpsd.core.model import (
     AttachedProcess,
@@ -19,6 +19,7 @@ from mpsd.core.model import (
     ProcessIdentity,
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Admission
 from mpsd.core.units import GIB
 
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -88,7 +89,7 @@ class Desk:
     """A ledger with a user that sends it requests, at a time that the test sets."""
 
     def __init__(self, *offers: Offer, half_life: float = HALF_LIFE, **rules: Any) -> None:
-        self.ledger = Ledger(AdmissionRules(**rules), Usage(half_life))
+        self.ledger = Ledger(Admission(**rules), Usage(half_life))
         self.at = 0.0
         self.ledger.offer(offers, self.at)
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.users import Account, Usage
 from mpsd.core.errors import (
     CapacityError,
@@ -35,7 +35,7 @@ from mpsd.core.errors import (
 )
 from mpsd.core.model import Claim, HoldingProcess, Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Placement
+from mpsd.core.settings import Admission, Placement
 from mpsd.core.units import MIB
 from tests.core.admission.hand_ledger import HandLedger
 from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer, on
@@ -84,7 +84,7 @@ class Node(RuleBasedStateMachine):
     gpus = 2
     many_users = True
     users: tuple[int, ...] = UIDS
-    first_rules = AdmissionRules(queue_length=8, leases=16, patience=50.0)
+    first_rules = Admission(queue_length=8, leases=16, patience=50.0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,15 @@ class Node(RuleBasedStateMachine):
         Patience is above zero, as the settings demand: with none at all, becoming the first would change the order at
         the very moment when it is recorded, and another settle at that moment could grant one more.
         """
-        self.change_rules(AdmissionRules(placement, queue_length, leases, patience, queue_per_uid))
+        self.change_rules(
+            Admission(
+                placement=placement,
+                queue_length=queue_length,
+                leases=leases,
+                patience=patience,
+                queue_per_uid=queue_per_uid,
+            )
+        )
         self.settle()
 
     @rule(order=st.randoms(use_true_random=False), offers_first=st.booleans(), settles=st.booleans())
@@ -605,7 +613,7 @@ class Node(RuleBasedStateMachine):
             self.offer()
             self.settle()
 
-    def change_rules(self, rules: AdmissionRules) -> None:
+    def change_rules(self, rules: Admission) -> None:
         self.ledger.rules = self.books.rules = rules
 
     def offer(self) -> None:
@@ -639,7 +647,7 @@ class Crowded(Node):
 
     gpus = 1
     users = UIDS[:2]
-    first_rules = AdmissionRules(queue_length=20, leases=40, patience=5.0)
+    first_rules = Admission(queue_length=20, leases=40, patience=5.0)
 
 
 class Three(Node):

@@ -6,13 +6,13 @@ from typing import Any, Final
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.configuration.document import parse
-from mpsd.core.doctor.finding import Finding, examine
-from mpsd.core.doctor.observed import (
+from mpsd.core.doctor.finding import (
     Answers,
     ClientSeen,
     ConfigurationSeen,
     DeviceNode,
     FilesSeen,
+    Finding,
     GpuSeen,
     GpusSeen,
     HostSeen,
@@ -29,6 +29,7 @@ from mpsd.core.doctor.observed import (
     SharedMemoryPlace,
     SocketSeen,
     Space,
+    examine,
 )
 from mpsd.core.doctor.table import CHECKS
 from mpsd.core.gpus import Condition

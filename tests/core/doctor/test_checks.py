@@ -8,18 +8,20 @@ import pytest
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.configuration.document import parse
-from mpsd.core.doctor.finding import Means, Verdict, examine
-from mpsd.core.doctor.observed import (
+from mpsd.core.doctor.finding import (
     ClientSeen,
     ConfigurationSeen,
     DeviceNode,
     Left,
     Library,
     LoggedVersions,
+    Means,
     Observed,
     SharedMemoryPlace,
     SocketSeen,
     Space,
+    Verdict,
+    examine,
 )
 from mpsd.core.doctor.table import CHECKS, FAMILIES
 from mpsd.core.gpus import Condition

@@ -11,13 +11,13 @@ from msgspec import structs
 from mpsd.core.enforcement.ceiling import (
     SMALLEST,
     UNLIMITED,
-    Awaited,
     Ceiling,
     CeilingRules,
     ContextProof,
+    Expected,
     ExpectedClients,
-    awaited,
     context_proof,
+    expected_in_turns,
 )
 from mpsd.core.model import (
     GpuProcess,
@@ -71,22 +71,22 @@ SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof
 @pytest.mark.parametrize(
     ("processes", "proofs", "expected"),
     [
-        (1, [], Awaited.ALWAYS),
-        (3, [], Awaited.ALWAYS),
-        (1, [MISSING], Awaited.ALWAYS),
-        (1, [SHOWN], Awaited.NOBODY),
-        (1, [UNKNOWN], Awaited.ONCE),
-        (2, [SHOWN], Awaited.ONCE),
-        (2, [MISSING], Awaited.ALWAYS),
-        (2, [SHOWN, SHOWN], Awaited.NOBODY),
-        (2, [SHOWN, UNKNOWN], Awaited.ONCE),
-        (2, [UNKNOWN, MISSING], Awaited.ALWAYS),
-        (None, [SHOWN, SHOWN], Awaited.ONCE),
+        (1, [], Expected.ALWAYS),
+        (3, [], Expected.ALWAYS),
+        (1, [MISSING], Expected.ALWAYS),
+        (1, [SHOWN], Expected.NOT),
+        (1, [UNKNOWN], Expected.ONCE),
+        (2, [SHOWN], Expected.ONCE),
+        (2, [MISSING], Expected.ALWAYS),
+        (2, [SHOWN, SHOWN], Expected.NOT),
+        (2, [SHOWN, UNKNOWN], Expected.ONCE),
+        (2, [UNKNOWN, MISSING], Expected.ALWAYS),
+        (None, [SHOWN, SHOWN], Expected.ONCE),
     ],
 )
-def test_awaited(processes: int | None, proofs: list[ContextProof], expected: Awaited) -> None:
+def test_awaited(processes: int | None, proofs: list[ContextProof], expected: Expected) -> None:
     """The turns of a lease end when the limits of all its processes have bound, or after one more turn."""
-    assert awaited(processes, proofs) is expected
+    assert expected_in_turns(processes, proofs) is expected
 
 
 def usage(**memory: int | None) -> Known[GpuUsage]:
@@ -113,7 +113,7 @@ def test_context_proof(reading: Known[GpuUsage] | Unknown | None, expected: Cont
 def test_never_below_what_anybody_gets() -> None:
     """Where an operator gives all processes something, a small lease does not reduce it."""
     expected = ExpectedClients()
-    expected.expect("a", QUARTER, Awaited.ALWAYS)
+    expected.expect("a", QUARTER, Expected.ALWAYS)
     assert expected.ceiling(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
 
 
@@ -123,8 +123,8 @@ class TestStrictly:
     def test_who_does_not_come_has_another_turn(self) -> None:
         """A lease whose client does not come moves to the end and gets another turn."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ONCE)
+        expected.expect("a", QUARTER, Expected.ALWAYS)
+        expected.expect("b", HALF, Expected.ONCE)
         for now, ceiling in (
             (0.0, Ceiling(QUARTER, 30.0)),
             (29.9, Ceiling(QUARTER, 30.0)),
@@ -139,29 +139,29 @@ class TestStrictly:
     def test_a_turn_is_held(self) -> None:
         """A held turn does not pass while its lease waits for another GPU; the window begins with the first answer."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ALWAYS)
+        expected.expect("a", QUARTER, Expected.ALWAYS)
+        expected.expect("b", HALF, Expected.ALWAYS)
         expected.ceiling(STRICT, 0.0)
         expected.keep_slot("b")  # another lease has the turn, so there is nothing to hold
         expected.keep_slot("a")
         assert expected.ceiling(STRICT, 1000.0) == Ceiling(QUARTER)
-        expected.answer("a", Awaited.ALWAYS, now=1000.0)
+        expected.answer("a", Expected.ALWAYS, now=1000.0)
         assert expected.ceiling(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
         expected.keep_slot("a")
-        expected.answer("a", Awaited.ALWAYS, now=1010.0)
+        expected.answer("a", Expected.ALWAYS, now=1010.0)
         assert expected.ceiling(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
         assert expected.ceiling(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
         """While a caller waits for its answer, the lease is not dropped; its turn begins with the answer."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ONCE)
+        expected.expect("a", QUARTER, Expected.ONCE)
         expected.ceiling(STRICT, 0.0)
         expected.ask("a")
-        expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
+        expected.expect("a", QUARTER, Expected.ONCE, anew=False)
         expected.ceiling(STRICT, 31.0)
         assert open_to(expected) == {"a"}
-        expected.answer("a", Awaited.ONCE, now=40.0)
+        expected.answer("a", Expected.ONCE, now=40.0)
         assert expected.ceiling(STRICT, 69.9) == Ceiling(QUARTER, 70.0)
         expected.ceiling(STRICT, 70.0)
         assert not expected.expects("a")
@@ -169,14 +169,14 @@ class TestStrictly:
     def test_a_turn_that_has_passed(self) -> None:
         """A repeated check does not bring back a single turn that has passed, until something happens."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ONCE)
+        expected.expect("a", QUARTER, Expected.ONCE)
         expected.ceiling(STRICT, 0.0)
         assert expected.ceiling(STRICT, 30.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
+        expected.expect("a", QUARTER, Expected.ONCE, anew=False)
         assert expected.ceiling(STRICT, 31.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, Awaited.ONCE)
+        expected.expect("a", QUARTER, Expected.ONCE)
         assert expected.ceiling(STRICT, 32.0) == Ceiling(QUARTER, 62.0)
-        expected.expect("a", QUARTER, Awaited.ALWAYS, anew=False)
+        expected.expect("a", QUARTER, Expected.ALWAYS, anew=False)
         assert expected.ceiling(STRICT, 62.0) == Ceiling(QUARTER, 92.0)
 
 
@@ -190,7 +190,7 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     for number, size, comes in comings:
         before = expected.ceiling(ANYTIME, 0.0)
         name = str(number)
-        is_other = expected.expect(name, size, Awaited.ALWAYS) if comes else expected.forget(name)
+        is_other = expected.expect(name, size, Expected.ALWAYS) if comes else expected.forget(name)
         assert is_other or expected.ceiling(ANYTIME, 0.0) == before
 
 
@@ -202,7 +202,7 @@ def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
     """In `anytime` each limit is the greatest that any lease needs or all processes get."""
     expected = ExpectedClients()
     for number, each in enumerate(asked):
-        expected.expect(str(number), each, Awaited.ALWAYS)
+        expected.expect(str(number), each, Expected.ALWAYS)
     found = expected.ceiling(CeilingRules(closed, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits
     every = [closed, *asked]
     assert all(fits(each, found) for each in every)
@@ -225,7 +225,7 @@ class Attachment(RuleBasedStateMachine):
     def grant(self, percent: int, mebibytes: int) -> None:
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
-        self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS)
+        self.expected.expect(str(self.number), limits(percent, mebibytes), Expected.ALWAYS)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))

@@ -6,7 +6,7 @@ from typing import Final
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
-from mpsd.core.mps.log_events import (
+from mpsd.core.mps.log_parser import (
     ContextsMade,
     LimitGiven,
     ServerExited,

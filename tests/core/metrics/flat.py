@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from mpsd.core.metrics.families import Kind
-from mpsd.core.metrics.samples import Samples
+from mpsd.core.metrics.families import Kind, Samples
 
 
 def flat(samples: Samples) -> dict[str, float]:

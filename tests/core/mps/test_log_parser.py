@@ -9,15 +9,20 @@ from hypothesis import strategies as st
 
 from mpsd.core.mps.commands import ROWS, Effect, mark
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
-from mpsd.core.mps.log_events import (
+from mpsd.core.mps.log_parser import (
+    KNOWN_LINES,
     REASONS_TO_ASK,
     ClientArrived,
     ClientsChanged,
+    CommandOrigin,
     ContextsMade,
     DaemonStarted,
     ForeignCommand,
+    KnownLine,
     LimitGiven,
     LogEvent,
+    LogLine,
+    LogReader,
     ServerExited,
     ServerFailed,
     ServerFaulted,
@@ -26,8 +31,9 @@ from mpsd.core.mps.log_events import (
     SharedMemoryMade,
     Unaccounted,
     UnknownLine,
+    find_known,
+    parse,
 )
-from mpsd.core.mps.log_parser import KNOWN_LINES, CommandOrigin, KnownLine, LogLine, LogReader, find_known, parse
 
 SET: Final = "set_default_active_thread_percentage 10"
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.accounting.series import SECOND
+from mpsd.core.accounting.accounts import SECOND
 from tests.accounts import check_one_story, history, totals
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start

@@ -7,14 +7,13 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from mpsd.core.accounting.accounts import Accounts, LeaseRecord, record_of
-from mpsd.core.accounting.series import SECOND, Series
+from mpsd.core.accounting.accounts import SECOND, Accounts, LeaseRecord, Series, record_of
 from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
 from mpsd.core.units import GIB
-from mpsd.daemon.accounting.recovery import microseconds, replay
+from mpsd.daemon.accounting.accountant import microseconds, replay
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 OFFER: Final = Offer(GPU, "gpu0", "/run/mpsd/mps/gpu0", 1000, 80 * GIB, 48, Settings().default_limits, many_users=False)

@@ -18,13 +18,12 @@ from mpsd.core.errors import InvalidRequestError
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role
 from mpsd.core.settings import LogFormat, Settings
-from mpsd.daemon.api import answers
+from mpsd.daemon.api import table
 from mpsd.daemon.api.decoding import parameter, query_decoder
 from mpsd.daemon.api.dispatcher import Dispatcher
 from mpsd.daemon.api.event_handlers import EventsQuery
-from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.api.table import Route, Table
+from mpsd.daemon.api.table import Request, RequestBody, RequestQuery, Route, Table
 from mpsd.daemon.http.connection import Connection
 from mpsd.daemon.http.message import Answer as AnswerSent
 from mpsd.daemon.http.peer import Peer
@@ -98,19 +97,19 @@ class Words:
 
 
 TABLE: Final[tuple[Route[Words, Any], ...]] = (
-    Route("GET", "/figures", Role.OBSERVER, lambda h: h.figures, answers.negotiated(FIGURES, "The figures.")),
-    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Line, "Lines."), query=Which),
+    Route("GET", "/figures", Role.OBSERVER, lambda h: h.figures, table.negotiated(FIGURES, "The figures.")),
+    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, table.lines(Line, "Lines."), query=Which),
     Route(
         "POST",
         "/paint",
         Role.USER,
         lambda h: h.paint,
-        answers.json(Colour, answers.StatusBy("known", {True: 201, False: 202})),
+        table.json(Colour, table.StatusBy("known", {True: 201, False: 202})),
         body=Paint,
         errors=(409,),
     ),
-    Route("DELETE", "/paint/{name}", Role.ADMIN, lambda h: h.wash, answers.nothing(204)),
-    Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, answers.negotiated("text/plain", "Nothing.")),
+    Route("DELETE", "/paint/{name}", Role.ADMIN, lambda h: h.wash, table.nothing(204)),
+    Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, table.negotiated("text/plain", "Nothing.")),
 )
 
 
@@ -280,7 +279,7 @@ def test_a_long_query() -> None:
 PATHS: Final = ("/leases", "/leases/{id}", "/leases/{id}/renew", "/leases/all", "/openapi.json")
 
 
-def table(*paths: str) -> Table[str]:
+def paths_table(*paths: str) -> Table[str]:
     """Return a table with a row for each path, which has that path as its value."""
     made = Table[str]()
     for path in paths:
@@ -302,7 +301,7 @@ def table(*paths: str) -> Table[str]:
 )
 def test_found(path: str, row: str, names: dict[str, str]) -> None:
     """A path leads to its row, for GET and for HEAD, with the names in it."""
-    assert table(*PATHS).find(path) == ({"GET": row, "HEAD": row}, names)
+    assert paths_table(*PATHS).find(path) == ({"GET": row, "HEAD": row}, names)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +313,7 @@ def test_found(path: str, row: str, names: dict[str, str]) -> None:
 )
 def test_not_found(path: str) -> None:
     """No other path leads anywhere."""
-    rows, names = table(*PATHS).find(path)
+    rows, names = paths_table(*PATHS).find(path)
     assert not rows
     assert not names
 
@@ -322,7 +321,7 @@ def test_not_found(path: str) -> None:
 def test_two_names() -> None:
     """The same part of a path cannot have two names."""
     with pytest.raises(ValueError, match="this part has the name id in another path"):
-        table(*PATHS, "/leases/{name}/end")
+        paths_table(*PATHS, "/leases/{name}/end")
 
 
 def test_routes() -> None:

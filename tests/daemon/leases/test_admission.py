@@ -213,7 +213,7 @@ class TestRequestId:
 @pytest.mark.real_daemon(470)
 @pytest.mark.thorough
 def test_client_priority_after_an_upgrade(make_node: Start, short_tmp: Path) -> None:
-    """What the driver of one control daemon lacks, the next one may have: its driver was replaced under mpsd."""
+    """What one control daemon lacks, the next one may have: its program was replaced while mpsd ran."""
     driver = short_tmp / "driver"
     driver.write_text(str(real_daemons()[470]))
     node = make_node(simulate=1, control=program(short_tmp / "control", f'exec "$(cat {driver})" "$@"')).start()

@@ -17,7 +17,7 @@ from mpsd.daemon.leases.holder_watch import GroupWatch
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import configure
 from mpsd.daemon.violations.violation_monitor import ClientRecord
-from mpsd.system.processes import named_groups
+from mpsd.system.processes import control_groups
 from tests.control_groups import control_group
 from tests.daemon.caller import needs_root
 from tests.descriptors import without_descriptors
@@ -106,7 +106,7 @@ def test_group_over(hierarchy: str) -> None:
         over.append(f"{lease_id} {because}")
 
     with control_group(hierarchy, "over") as group:
-        watch, named = GroupWatch(), named_groups.named(str(group))
+        watch, named = GroupWatch(), control_groups.named(str(group))
         watch.over.connect(act)
         watch.watch("lease-1", HoldingGroup(named.group, GroupLife.EXISTS, populated=False, cpu_time=None), named)
         named.close()

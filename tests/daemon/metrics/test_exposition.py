@@ -10,8 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from mpsd.core.metrics import families
-from mpsd.core.metrics.families import Family
-from mpsd.core.metrics.samples import Histogram, Samples, states
+from mpsd.core.metrics.families import Family, Histogram, Samples, states
 from mpsd.daemon.metrics.collector import OPENMETRICS, TEXT, negotiated
 from mpsd.daemon.metrics.exposition import render
 

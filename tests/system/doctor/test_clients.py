@@ -3,7 +3,7 @@
 import os
 
 from mpsd.core.model import Known
-from mpsd.system.doctor.clients import look
+from mpsd.system.doctor.proc import look
 
 
 def test_a_process() -> None:

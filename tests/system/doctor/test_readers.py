@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.core.doctor.finding import Means, Mend
-from mpsd.core.doctor.observed import Library, LoggedVersions
+from mpsd.core.doctor.finding import Library, LoggedVersions, Means, Mend
 from mpsd.core.doctor.processes import DAEMON, FRONT_END, SERVER
 from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Unknown

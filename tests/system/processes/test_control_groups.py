@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.system.processes import control_groups, named_groups
+from mpsd.system.processes import control_groups
 from mpsd.system.processes.control_groups import Hierarchy, Membership, OpenGroup
 from tests.control_groups import control_group, joins
 from tests.harness import wait_until
@@ -25,7 +25,7 @@ needs_root = pytest.mark.root("make control groups")
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[OpenGroup]:
-    group = named_groups.named(str(path))
+    group = control_groups.named(str(path))
     try:
         yield group
     finally:
@@ -92,7 +92,7 @@ class TestGroup:
     def test_of_process(self, hierarchy: str) -> None:
         """A group is found by a process in it, and not by a process at the top."""
         with control_group(hierarchy, "mine") as path, inside(path) as process:
-            found = named_groups.of_process(process.pid)
+            found = control_groups.of_process(process.pid)
             try:
                 # A process is in a group of each hierarchy; among those that make groups, systemd's comes first.
                 assert found.group.inode == path.stat().st_ino or found.group.hierarchy not in {hierarchy, ""}
@@ -161,10 +161,10 @@ def test_nothing_is_left_open(find: str) -> None:
         inside(path) as process,
     ):
         looks: dict[str, Callable[[], OpenGroup]] = {
-            "path": lambda: named_groups.named(f"/{path.name}"),
-            "process": lambda: named_groups.of_process(process.pid),
+            "path": lambda: control_groups.named(f"/{path.name}"),
+            "process": lambda: control_groups.of_process(process.pid),
         }
-        look = looks.get(find, lambda: named_groups.of_unit("train", 0))
+        look = looks.get(find, lambda: control_groups.of_unit("train", 0))
         told = []
         for number in range(8):
             before = [*Path("/proc/self/fd").iterdir()]
@@ -186,7 +186,7 @@ def test_nothing_is_left_open(find: str) -> None:
 def test_no_group(path: str) -> None:
     """A path that is no group is refused, with a hint on what to name."""
     with pytest.raises(InvalidRequestError) as refusal:
-        named_groups.named(path)
+        control_groups.named(path)
     assert refusal.value.hint
     assert refusal.value.limit == "cgroup"
 
@@ -227,7 +227,7 @@ def test_mounts_of_any_name(short_tmp: Path) -> None:
 _PART: Final = """
 import sys
 from mpsd.core.errors import MpsdError
-from mpsd.system.processes import control_groups, named_groups
+from mpsd.system.processes import control_groups
 from mpsd.system.processes.control_groups import Membership
 
 def told(look, *named):
@@ -241,8 +241,8 @@ def told(look, *named):
 pid = int(sys.argv.pop())
 seen = control_groups.hierarchies()
 print([
-    *(told(named_groups.named, each) for each in sys.argv[1:]), told(named_groups.of_unit, "train", 0),
-    told(named_groups.of_process, pid), [*Membership(pid, seen).groups(seen[0].name)],
+    *(told(control_groups.named, each) for each in sys.argv[1:]), told(control_groups.of_unit, "train", 0),
+    told(control_groups.of_process, pid), [*Membership(pid, seen).groups(seen[0].name)],
 ])
 """
 
@@ -300,7 +300,7 @@ class TestUnits:
         """A unit is found in a slice of root, at any depth; its suffix may be omitted."""
         with made(hierarchy, "t.slice", "t.slice/t-a.slice", "t.slice/t-a.slice/train.service") as (*_, unit):
             for name in ("train", "train.service"):
-                found = named_groups.of_unit(name, 0)
+                found = control_groups.of_unit(name, 0)
                 assert found.group.inode == unit.stat().st_ino
                 found.close()
 
@@ -308,7 +308,7 @@ class TestUnits:
         """A unit stays the unit when systemd gave its control group to its user (Delegate=)."""
         with made("name=systemd", "t.slice", "t.slice/train.service") as (*_, unit):
             os.chown(unit, 2721, 0)
-            found = named_groups.of_unit("train", 0)
+            found = control_groups.of_unit("train", 0)
             assert found.group.inode == unit.stat().st_ino
             found.close()
 
@@ -317,7 +317,7 @@ class TestUnits:
         with made("name=systemd", "t.slice", "t.slice/train.service") as (top, _):
             os.chown(top, 2721, 0)
             with pytest.raises(InvalidRequestError, match="does not run"):
-                named_groups.of_unit("train", 0)
+                control_groups.of_unit("train", 0)
 
     @pytest.mark.parametrize(
         "groups",
@@ -330,7 +330,7 @@ class TestUnits:
     def test_elsewhere(self, groups: tuple[str, ...]) -> None:
         """A group with the unit's name that a user made elsewhere is not the unit."""
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError) as refusal:
-            named_groups.of_unit("train", 0)
+            control_groups.of_unit("train", 0)
         assert refusal.value.limit == "unit"
 
     def test_of_another(self) -> None:
@@ -339,8 +339,8 @@ class TestUnits:
         with made("name=systemd", *top, f"{top[-1]}/train.service") as (*_, unit):
             os.chown(unit, 2721, 0)
             with pytest.raises(InvalidRequestError):
-                named_groups.of_unit("train", 0)
-            found = named_groups.of_unit("train", 2721)
+                control_groups.of_unit("train", 0)
+            found = control_groups.of_unit("train", 2721)
             assert found.group.inode == unit.stat().st_ino
             found.close()
 
@@ -348,22 +348,22 @@ class TestUnits:
         """When two units have the same name, neither is chosen."""
         groups = ("s.slice", "s.slice/train.service", "t.slice", "t.slice/train.service")
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
-            named_groups.of_unit("train", 0)
+            control_groups.of_unit("train", 0)
 
     def test_too_many(self) -> None:
         """Too many groups or slices of a user are refused, with the hint to name the group by its path."""
         top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
-        for most, suffix in ((named_groups.MOST_ENTRIES, ""), (named_groups.MOST_ENTRIES // 32, ".slice")):
+        for most, suffix in ((control_groups.MOST_ENTRIES, ""), (control_groups.MOST_ENTRIES // 32, ".slice")):
             others = (f"{top[-1]}/g{number}{suffix}" for number in range(most))
             with made("name=systemd", *top, *others) as paths:
                 for each in paths[len(top) :]:
                     os.chown(each, 2721, 0)
                 with pytest.raises(InvalidRequestError, match="too many control groups") as refusal:
-                    named_groups.of_unit("train", 2721)
+                    control_groups.of_unit("train", 2721)
                 assert "--cgroup PATH" in refusal.value.hint
                 assert refusal.value.limit == "unit"
                 with pytest.raises(InvalidRequestError, match="does not run"):
-                    named_groups.of_unit("train", 0)
+                    control_groups.of_unit("train", 0)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system.processes import file_locks, proc
+from mpsd.system.processes import descriptors, proc
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
@@ -16,14 +16,14 @@ def test_holders(tmp_path: Path, folder: str) -> None:
     path = Path(folder, f"mpsd-lock-{os.getpid()}")
     link = tmp_path / "link"
     link.symlink_to(path)
-    assert file_locks.holders(path) == ()
+    assert descriptors.holders(path) == ()
     with path.open("wb") as file:
         try:
-            assert file_locks.holders(path) == ()
+            assert descriptors.holders(path) == ()
             fcntl.flock(file, fcntl.LOCK_EX)
             own = ProcessIdentity(os.getpid(), proc.start_ticks(os.getpid()) or 0)
-            assert file_locks.holders(path) == file_locks.holders(link) == (own,)
+            assert descriptors.holders(path) == descriptors.holders(link) == (own,)
             fcntl.flock(file, fcntl.LOCK_UN)
-            assert file_locks.holders(path) == ()
+            assert descriptors.holders(path) == ()
         finally:
             path.unlink()

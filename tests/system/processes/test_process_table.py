@@ -154,7 +154,9 @@ def test_leader_with() -> None:
         assert member.stdout.readline() == b"\n"
         assert process_table.leader_with("TOKEN", "abc") is None
         with subprocess.Popen(command, start_new_session=True, **options) as leader:  # type: ignore[call-overload]
-            wait_until(lambda: process_table.leader_with("TOKEN", "abc") == leader.pid, what="it to be found")
+            wait_until(
+                lambda: process_table.leader_with("TOKEN", "abc") == proc.identify(leader.pid), what="it to be found"
+            )
             assert process_table.leader_with("TOKEN", "ab") is None
 
 

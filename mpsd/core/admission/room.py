@@ -1,6 +1,6 @@
 """The room on every GPU: the amounts granted there and used without a lease, and the requests that still fit. Pure."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,7 +49,7 @@ class _Held:
 
     amount: Amount = NOTHING
     uids: dict[int, Amount] = field(default_factory=dict)
-    parts: dict[Amount, int] = field(default_factory=dict)
+    parts: Counter[Amount] = field(default_factory=Counter)
     """The part of each client process, and how many leases have that part."""
 
     def is_others(self, uid: int) -> bool:
@@ -70,9 +70,8 @@ class Room:
         """Add a lease whose client processes have the part `each`."""
         held = self._held[gpu]
         held.amount += amount
-        has = held.uids.get(uid)
-        held.uids[uid] = amount if has is None else has + amount
-        held.parts[each] = held.parts.get(each, 0) + 1
+        held.uids[uid] = held.uids.get(uid, NOTHING) + amount
+        held.parts[each] += 1
 
     def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
         """Remove a lease whose client processes have the part `each`."""

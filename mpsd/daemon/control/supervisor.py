@@ -195,6 +195,43 @@ class Supervisor:
         measured = mps_facts.binds(driver_branch(self.gpu.driver_version))
         return self._settings.current.enforcement.limits_bind or measured
 
+    @property
+    def state(self) -> State:
+        """The present state of the daemon."""
+        return self._lifecycle.state
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The process of the daemon; None while there is none."""
+        return self._instance.identity
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Its servers with their clients, by its last answer; orphans included."""
+        return self.observer.servers
+
+    async def servers_now(self) -> tuple[Server, ...] | None:
+        """Query the servers again, and return them; None where the daemon does not answer, and nothing is known."""
+        if self.state is State.COOLING or self._death_tally.failed is not None:
+            self.survivors.add(await self._instance.search_orphans())  # a dead daemon can have no servers but these
+            return self.observer.servers
+        done, patience = self.questions.ask(), 2 * self._settings.current.daemon.answer_deadline
+        until = clock.monotonic() + patience
+        while not done() or (self.state in {State.DOWN, State.STARTING} and not self._names_clients):
+            if self.pipe.waits_for:
+                until = clock.monotonic() + patience  # the ending of another client occupies the daemon's only seat
+            elif clock.monotonic() >= until:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK):
+                    await self.questions.answered.wait()
+        return self.observer.servers if self._names_clients else None
+
+    @property
+    def _names_clients(self) -> bool:
+        """Whether its last answer names its clients; where a limit cannot be restored, it does so nevertheless."""
+        return self.state in ANSWERED or (self.state is State.STARTING and self.limits.disproved)
+
     # -- why nothing is granted on it ---------------------------------------------------------------------------------
 
     @property
@@ -252,45 +289,6 @@ class Supervisor:
         self._move(Event.RESET, "an operator reset it")
         self._wake.set()
 
-    def _apply(self, settings: Settings) -> None:
-        """Apply settings. Limits that differ are set and verified at the next check, for servers that start later."""
-        self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
-        self.limits.configure(settings)
-        self.changed.send()
-        self._wake.set()
-
-    @property
-    def state(self) -> State:
-        """The present state of the daemon."""
-        return self._lifecycle.state
-
-    @property
-    def process(self) -> ProcessIdentity | None:
-        """The process of the daemon; None while there is none."""
-        return self._instance.identity
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """Its servers with their clients, by its last answer; orphans included."""
-        return self.observer.servers
-
-    async def servers_now(self) -> tuple[Server, ...] | None:
-        """Query the servers again, and return them; None where the daemon does not answer, and nothing is known."""
-        if self.state is State.COOLING or self._death_tally.failed is not None:
-            self.survivors.add(await self._instance.search_orphans())  # a dead daemon can have no servers but these
-            return self.observer.servers
-        done, patience = self.questions.ask(), 2 * self._settings.current.daemon.answer_deadline
-        until = clock.monotonic() + patience
-        while not done() or self.state in {State.DOWN, State.STARTING}:
-            if self.pipe.waits_for:
-                until = clock.monotonic() + patience  # the ending of another client occupies the daemon's only seat
-            elif clock.monotonic() >= until:
-                return None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK):
-                    await self.questions.answered.wait()
-        return self.observer.servers if self.state in ANSWERED else None
-
     def intend(self, command: OperatorCommand) -> str:
         """Execute an operator's command; return the operation that the command belongs to, if there is one.
 
@@ -316,6 +314,8 @@ class Supervisor:
             self._down.clear()
             await self._down.wait()
             self._instance.remove_leftovers()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Supervise until cancelled, and leave the daemon running: its clients must not notice."""
@@ -402,6 +402,13 @@ class Supervisor:
         self.replacement.follow(self.state)
         if self.state is State.DOWN:
             self._down.set()
+
+    def _apply(self, settings: Settings) -> None:
+        """Apply settings. Limits that differ are set and verified at the next check, for servers that start later."""
+        self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
+        self.limits.configure(settings)
+        self.changed.send()
+        self._wake.set()
 
     def _apply_desired_state(self) -> None:
         """Stop admission where an operator wants that, and resume it where no operator does."""

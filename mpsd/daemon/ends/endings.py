@@ -6,7 +6,6 @@ server has a command to end contexts and has not answered yet: the front-end tha
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -16,8 +15,7 @@ from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
-from mpsd.core.signal import Signal
-from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps, EndStore
+from mpsd.daemon.ends.steps import DaemonOfClients, EndingParts, EndSteps, EndStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes import proc, process
@@ -29,25 +27,15 @@ VIOLATION: Final = "violation"
 
 class Endings:
     def __init__(self, store: EndStore, settings: LiveSettings, log: Logger) -> None:
-        self._store = store
-        self._settings = settings
-        self._log = log
-        self._daemons: dict[str, DaemonOfClients] = {}
+        self._store, self._log = store, log
+        self._parts = EndingParts(store, settings, log)
+        self._daemons, self.suspected, self.changed = self._parts.daemons, self._parts.suspected, self._parts.changed
         self._steps: dict[ProcessIdentity, EndSteps] = {}
         self._tasks: dict[ProcessIdentity, asyncio.Task[None]] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._not_stored = ""
         """The last logged reason why an ending could not be stored, and so has not begun."""
         self._left_alone = set[ProcessIdentity]()
         """Processes that are not ended because they belong to other users than their leases'."""
-        self.suspected = Signal[str, int, int, str]()
-        """With control daemon, server, uid and reason: a server may serve no client from now on.
-
-        Such a server did not end the contexts of its only client, which was ended nevertheless, or did not return from
-        ending contexts.
-        """
-        self.changed = Signal[()]()
-        """`late_on` may return something else."""
 
     def add(self, daemon: DaemonOfClients) -> None:
         self._daemons[daemon.name] = daemon
@@ -186,17 +174,7 @@ class Endings:
             each.clear_late(daemon)
 
     def _start(self, ending: Ending, living: Process | None) -> None:
-        steps = EndSteps(
-            ending,
-            living,
-            daemons=self._daemons,
-            locks=self._locks,
-            store=self._store,
-            settings=self._settings,
-            suspected=self.suspected,
-            changed=self.changed,
-            log=self._log,
-        )
+        steps = EndSteps(ending, living, self._parts)
         self._steps[ending.process] = steps
         task = self._tasks[ending.process] = asyncio.get_running_loop().create_task(self._run(steps))
         # A task that is cancelled before it first runs executes none of its code, so it cannot close the process

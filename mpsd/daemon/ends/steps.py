@@ -5,7 +5,9 @@ Its progress is on disk, in a file of its own: the next mpsd continues an ending
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -84,7 +86,7 @@ class EndStore:
         return self._directory / f"{process.pid}-{process.start_ticks}.{suffix}"
 
 
-# -- ... -------------------------------------------------------------------------------------------------------------
+# -- the steps ---------------------------------------------------------------------------------------------------------
 
 _SIGNALS: Final = {
     Act.SIGTERM_FIRST: (EndStep.SIGTERM_FIRST, signal.SIGTERM),
@@ -112,36 +114,34 @@ class DaemonOfClients(Protocol):
         """Query the servers now, and return them; None where the daemon does not answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndingParts:
+    """What the endings of all processes share."""
+
+    store: EndStore
+    settings: LiveSettings
+    log: Logger
+    daemons: dict[str, DaemonOfClients] = field(default_factory=dict)
+    locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """One for each control daemon, which ends its clients one at a time."""
+    suspected: Signal[str, int, int, str] = field(default_factory=Signal)
+    """With control daemon, server, uid and reason: a server may serve no client from now on.
+
+    Such a server did not end the contexts of its only client, which was ended nevertheless, or did not return from
+    ending contexts.
+    """
+    changed: Signal[()] = field(default_factory=Signal[()])
+    """`EndSteps.late_on` may return something else."""
+
+
 class EndSteps:
     """The ending of one process. `ending` is the state on disk."""
 
-    def __init__(
-        self,
-        ending: Ending,
-        living: Process | None,
-        *,
-        daemons: Mapping[str, DaemonOfClients],
-        locks: Mapping[str, asyncio.Lock],
-        store: EndStore,
-        settings: LiveSettings,
-        suspected: Signal[str, int, int, str],
-        changed: Signal[()],
-        log: Logger,
-    ) -> None:
-        """Take the parts; `locks` has one for each control daemon, which ends its clients one at a time.
-
-        `suspected` and `changed` are the signals of `Endings`.
-        """
+    def __init__(self, ending: Ending, living: Process | None, parts: EndingParts) -> None:
         self.ending = ending
         self.progress = Progress("", exhausted=False, since=clock.since_boot())
         self._living = living
-        self._daemons = daemons
-        self._locks = locks
-        self._store = store
-        self._settings = settings
-        self._suspected = suspected
-        self._changed = changed
-        self._log = log
+        self._parts = parts
         self._late = {*ending.late}
         """Those late servers that may still end its contexts: no canary has shown since that they accept clients."""
         self._killed = False
@@ -178,7 +178,7 @@ class EndSteps:
     def _set_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
         if self._late != late:
             self._late = late
-            self._changed.send()
+            self._parts.changed.send()
 
     async def run(self) -> None:
         """Take steps until the process is gone."""
@@ -231,7 +231,7 @@ class EndSteps:
 
     def change(self, ending: Ending) -> None:
         """Store a change of the ending. Raises StorageError and then changes nothing."""
-        self._store.store(ending)
+        self._parts.store.store(ending)
         self.ending = ending
 
     def join(self, cause: EndCause, *, lost: bool) -> None:
@@ -246,7 +246,7 @@ class EndSteps:
         self.progress = self.progress._replace(stays=because, exhausted=exhausted)
         if self._obstacle != because:
             self._obstacle = because
-            self._log.warning(
+            self._parts.log.warning(
                 EventName.CLIENT_NOT_ENDED, pid=self.pid, because=self.ending.because, stays_because=because
             )
         await self._rest()
@@ -265,7 +265,7 @@ class EndSteps:
 
     def _forced(self, step: str, **facts: object) -> None:
         self._start_anew()
-        self._log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
+        self._parts.log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class EndSteps:
         found = [task.result() for task in tasks]
         places = tuple(place for each, _ in found for place in each)
         reasons = [because for _, because in found if because]
-        reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._daemons]
+        reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._parts.daemons]
         unknown = "; ".join(reasons)
         if not unknown:  # a server that no longer lists it has ended its contexts
             self._set_late(self._late & {(place.daemon, place.server) for place in places})
@@ -291,7 +291,7 @@ class EndSteps:
         """Return the control daemons of which it may be a client."""
         return [
             daemon
-            for name, daemon in self._daemons.items()
+            for name, daemon in self._parts.daemons.items()
             if name in self.ending.daemons or any(self.pid in server.clients for server in daemon.servers)
         ]
 
@@ -326,7 +326,7 @@ class EndSteps:
 
     async def _ask(self, place: Place) -> None:
         """Tell a server to end the contexts, after those of earlier clients, if that is still the next step."""
-        async with self._locks[place.daemon]:
+        async with self._parts.locks[place.daemon]:
             move = endings.next_move(self.ending, await self._see())
             if move.act is not Act.ASK or move.place is None or move.place.server != place.server:
                 return
@@ -334,14 +334,14 @@ class EndSteps:
             def note(pending: PendingCommand) -> None:
                 self.change(endings.asking(self.ending, PendingAnswer(place.daemon, place.server, *pending)))
 
-            pipe, long = self._daemons[place.daemon].pipe, self._long(place.daemon, place.server)
+            pipe, long = self._parts.daemons[place.daemon].pipe, self._long(place.daemon, place.server)
             await self._note_result(place.server, pipe.ask_long(long, note))
 
     async def _await_answer(self) -> None:
         """Wait for the answer to the command of an earlier mpsd."""
         pending = self.ending.pending
         assert pending is not None  # noqa: S101 - the next step is to wait for it
-        daemon = self._daemons.get(pending.daemon)
+        daemon = self._parts.daemons.get(pending.daemon)
         if daemon is None and proc.start_ticks(pending.server.pid) != pending.server.start_ticks:
             self.change(endings.unheard(self.ending))
         if daemon is None:
@@ -349,16 +349,16 @@ class EndSteps:
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
-        async with self._locks[pending.daemon]:
+        async with self._parts.locks[pending.daemon]:
             await self._note_result(pending.server, pipe.take_over(long, earlier))
 
     def _long(self, daemon: str, server: ProcessIdentity) -> LongCommand[None]:
-        seconds = self._settings.current.enforcement.terminate_deadline
+        seconds = self._parts.settings.current.enforcement.terminate_deadline
         because = (
             f"server {server.pid} is ending the contexts of client {self.pid} (terminate_client), which takes as long"
             f" as its work on the GPU does, and {seconds:g} s at most; grants on {daemon} wait"
         )
-        answer = self._store.answer_to(self.ending.process)
+        answer = self._parts.store.answer_to(self.ending.process)
         return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)
 
     async def _note_result(self, server: ProcessIdentity, answer: Awaitable[None]) -> None:
@@ -389,7 +389,7 @@ class EndSteps:
                 final=isinstance(error, ControlUnknownCommandError),
                 late=late,
                 now=clock.since_boot(),
-                grace=self._settings.current.enforcement.grace,
+                grace=self._parts.settings.current.enforcement.grace,
             )
         )
         if late:
@@ -406,7 +406,7 @@ class EndSteps:
             return
         step, number = _SIGNALS[act]
         unreleased = tuple((place.daemon, place.server) for place in suspects)
-        until = clock.since_boot() + self._settings.current.enforcement.grace
+        until = clock.since_boot() + self._parts.settings.current.enforcement.grace
         self.change(structs.replace(self.ending, step=step, until=until, unreleased=unreleased))
         self._killed = act is Act.SIGKILL
         if act is Act.SIGTERM and self.ending.stop is Stop.SIGTERM:
@@ -430,4 +430,4 @@ class EndSteps:
 
     def _report(self, daemon: str, server: ProcessIdentity, because: str) -> None:
         if proc.start_ticks(server.pid) == server.start_ticks:
-            self._suspected.send(daemon, server.pid, self.ending.uid, because)
+            self._parts.suspected.send(daemon, server.pid, self.ending.uid, because)

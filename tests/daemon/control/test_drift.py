@@ -1,6 +1,7 @@
 """Any local user can change a control daemon's limits: mpsd detects that, restores them, and reports the command."""
 
 import json
+import shlex
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +15,9 @@ from mpsd.core.events import EventName
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import configure
+from mpsd.simulator.control import program as simulator
 from tests.daemon.conftest import Start
-from tests.daemon.control.operations import begin, ended, look
+from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.helpers import (
     BRISK,
     LIMITS,
@@ -23,6 +25,7 @@ from tests.daemon.helpers import (
     SOON,
     branches,
     by_hand,
+    event,
     holding,
     is_running,
     program,
@@ -31,6 +34,7 @@ from tests.daemon.helpers import (
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemons
+from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
@@ -130,8 +134,8 @@ def test_flapping(make_node: Start, real: RealDaemon) -> None:
     for number in range(3):
         node.ask("gpu0", f"set_default_active_thread_percentage 1{number}")
         wait_until(lambda: by_hand(node, "gpu0", real)[0] == ["50.0"], what="it to be put back")
-    for event in ("foreign_command", "limit_drift", "limit_drift_ended"):
-        assert len(node.events(event)) <= 32 + 12
+    for kind in ("foreign_command", "limit_drift", "limit_drift_ended"):
+        assert len(node.events(kind)) <= 32 + 12
 
 
 def test_what_was_left_out_is_counted() -> None:
@@ -271,6 +275,25 @@ class TestUnproven:
         spell.unlink()
         ended(node, operation)
         assert node.wait_for_state("gpu0", "draining")["pid"] == after
+
+    def test_clients(self, make_node: Start, spell: Path) -> None:
+        """Its clients are waited for, and ended after the timeout as those of any other one: nothing is forced."""
+        node = make_node(simulate=1, config=f'[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n{LIMITS}{BRISK}')
+        command = shlex.join(simulator(gpus=str(node.root / "run" / "simulated")))
+        node.control = program(spell.with_name("control"), _STUBBORN.format(control=command, spell=spell))
+        node.start()
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            self.cast(node, spell)
+            node.wait_for_state("gpu0", "starting")
+            (blocker,) = waiting(node, begin(node, "restart"))
+            assert (blocker["what"], blocker["pid"]) == ("client", client.pid)
+            operation = begin(node, "restart", timeout=0)
+            event(node, "client_forced", pid=client.pid, step="SIGTERM")
+            spell.unlink()
+            ended(node, operation)
+        assert [each["step"] for each in node.events("client_forced")] == ["terminate_client", "SIGTERM"]
+        assert node.events("daemon_forced") == []
 
     def test_stopped(self, node: Node, spell: Path) -> None:
         """`--stop-daemons-on-exit` stops it."""

@@ -62,7 +62,7 @@ class Service(Part):
         super().__init__(program)
         self._endpoints = endpoints
         self._leases = leases
-        self._threads = {"mpsd": GpuFollower(program).run, **threads}
+        self._threads = {"mpsd": GpuFollower(program).run, "signals": lambda: signal.sigwait(_SIGNALS), **threads}
         self._failure: Exception | None = None
 
     def run(self, **facts: object) -> None:
@@ -70,7 +70,7 @@ class Service(Part):
 
         `facts` are those of the first line of the log.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: they end the wait below
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: one waits for them
         self._log.info(EventName.PLUGIN_STARTED, **facts)
         for name, run in self._threads.items():
             threading.Thread(target=self._run, args=[run], name=name, daemon=True).start()
@@ -80,8 +80,7 @@ class Service(Part):
             while not self._ended.is_set():
                 for each in self._endpoints:
                     each.serve()
-                if signal.sigtimedwait(_SIGNALS, _LOOK) is not None:
-                    break
+                self._ended.wait(_LOOK)
         finally:
             self._ended.set()
             self._leases.woken.set()
@@ -93,12 +92,12 @@ class Service(Part):
             raise self._failure
 
     def _run(self, run: Callable[[], None]) -> None:
-        """Run a thread; where it fails, the program ends with its error."""
+        """Run a thread; the program ends when one ends, and with its error where it fails."""
         try:
             run()
         except Exception as error:  # noqa: BLE001 - it is raised in the main thread
             self._failure = error
-            self._ended.set()
+        self._ended.set()
 
     def _keep_leases(self) -> None:
         next_reconcile = hurries_until = 0.0

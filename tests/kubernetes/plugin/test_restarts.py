@@ -138,6 +138,17 @@ class TestRestarts:
         pod.delete()
         await_idle(cluster)
 
+    def test_kubelet_beside_a_stopped_plugin(self, make_cluster: MakeCluster) -> None:
+        """A plugin that was stopped, as with its machine, continues, and registers with the kubelet of that time."""
+        cluster = make_cluster()
+        assert cluster.plugin is not None
+        cluster.stop_plugin()
+        for _ in range(10):  # longer than any of its waits
+            cluster.kill("kubelet")
+            cluster.start_kubelet()
+        cluster.plugin.send_signal(signal.SIGCONT)
+        cluster.await_devices()
+
     def test_a_lost_connection(self, make_cluster: MakeCluster) -> None:
         """The plugin registers again with a living kubelet that no longer follows the devices."""
         cluster = make_cluster(durations={"mpsd.kubernetes.endpoint._ALONE": 1.0})

@@ -244,6 +244,9 @@ class ServerWatch:
 
     def _conclude(self, evidence: str, end: CanaryEnd, begun: float) -> None:
         """Draw the conclusions of an examination that began at this time."""
+        if self._watched.is_gone:  # its evidence is none against the next control daemon, which may be there already
+            self._forget()
+            return
         now = clock.since_boot()
         self._suspicions.conclude(now, end, begun)
         self._again = now + wedge.SPACING

@@ -55,7 +55,7 @@ def gpus(number: int) -> list[Gpu]:
 def states(number: int, shares: int) -> list[GpuState]:
     """Return the same GPUs with so many pods on each."""
     pods = [ShareState(f"0af54f2c-{each:04x}-4000-8000-00000000beef", 50, 4096) for each in range(shares)]
-    return [GpuState(each.uuid, each.position, each.model, "", each.mebibytes, pods) for each in gpus(number)]
+    return [GpuState(each, pods) for each in gpus(number)]
 
 
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:

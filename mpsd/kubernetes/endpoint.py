@@ -73,7 +73,7 @@ class Endpoint(Part):
         return now - self._followed_at < _ALONE
 
     def close(self) -> None:
-        """End the open calls, and stop answering."""
+        """End the open calls, and remove the socket."""
         self._socket.close()
         self._board.wake()
 

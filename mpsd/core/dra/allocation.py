@@ -131,12 +131,12 @@ def options_for(given: Iterable[Configuration], request: str, driver: str) -> Op
     return Options(**found)  # type: ignore[arg-type]  # each is what its parser returns
 
 
-def check_strictness(wanted: Attach, attach: str) -> None:
-    """Refuse a share on a node that is less strict than the share requires. Raises InvalidRequestError."""
-    if wanted is Attach.STRICT and attach != Attach.STRICT:
+def check_strict(attach: str) -> None:
+    """Refuse a share that requires a strict node on another one. Raises InvalidRequestError."""
+    if attach != Attach.STRICT:
         raise InvalidRequestError(
-            f"the claim asks for strictness {wanted.value!r}, and mpsd runs here with enforcement.attach = {attach!r}",
-            hint=f"select nodes that have it, by the attribute `attach`, or set attach = {wanted.value!r} in mpsd.toml",
+            f"the claim asks for strictness 'strict', and mpsd runs here with enforcement.attach = {attach!r}",
+            hint="select nodes that have it, by the attribute `attach`, or set attach = 'strict' in mpsd.toml",
             limit="strictness",
         )
 
@@ -233,10 +233,10 @@ MEMORY: Final = "memory"
 
 
 class Allocated(NamedTuple):
-    """A share of a GPU that the scheduler allocated, and the strictness that it requires of the node, if any."""
+    """A share of a GPU that the scheduler allocated, and whether it requires a strict node."""
 
     share: PreparedShare
-    strictness: Attach | None
+    is_strict: bool
 
 
 def device_name(gpu: str) -> str:
@@ -325,4 +325,4 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Opt
         stop=options.stop,
         user=options.user,
     )
-    return Allocated(share, options.strictness)
+    return Allocated(share, options.strictness is Attach.STRICT)

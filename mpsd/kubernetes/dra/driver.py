@@ -158,10 +158,8 @@ class Driver(PodLeases):
         allocated = allocation.shares(
             found, uid=uid, driver=self._settings.driver, pool=self._settings.node, gpus=self._board.gpus
         )
-        if wanted := [each.strictness for each in allocated if each.strictness is not None]:
-            attach = self._mpsd.attach()
-            for each in wanted:
-                allocation.check_strictness(each, attach)
+        if any(each.is_strict for each in allocated):
+            allocation.check_strict(self._mpsd.attach())
         claim = PreparedClaim(uid, namespace, name, allocation.pods(found), [each.share for each in allocated])
         self._store.put(claim)
         return claim

@@ -50,9 +50,8 @@ class Endpoint(Part):
 
     def close(self) -> None:
         """End the open calls, and remove the sockets, so that kubelet notices the end."""
-        for each in (self._socket, self._finder):
-            each.close()
-            each.path.unlink(missing_ok=True)
+        self._socket.close()
+        self._finder.close()
         self._board.wake()
 
     def _miss(self, because: str) -> None:

@@ -61,7 +61,8 @@ def states(number: int, shares: int) -> list[GpuState]:
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
     """Return the slice of a node."""
     found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", "mpsd", "anytime")
-    return slices.document(found, gpus(number), _STEPS, generation)
+    before = {"spec": {"pool": {"generation": generation - 1}}}
+    return slices.document(found, gpus(number), _STEPS, before)
 
 
 def sizes() -> None:

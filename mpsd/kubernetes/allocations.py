@@ -173,14 +173,9 @@ class Allocations(PodLeases):
         settings, request = self._settings, f"kubernetes-{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
         lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, labels=labels, request_id=request)
-        self._log.info(
-            EventName.CONTAINER_CLAIMED,
-            lease=lease["id"],
-            gpu=gpu.uuid,
-            threads=part.percent,
-            mebibytes=part.mebibytes,
-            devices={kind: len(each) for kind, each in numbers.items()},
-        )
+        share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
+        counts = {kind: len(each) for kind, each in numbers.items()}
+        self._log.info(EventName.CONTAINER_CLAIMED, lease=lease["id"], **share, devices=counts)
         return lease
 
     def _check_same(self, container: Container, lease: LeaseAnswer) -> None:

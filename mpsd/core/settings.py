@@ -683,13 +683,16 @@ SECTIONS: Final[Mapping[str, type[Any]]] = {
 """The dataclass of each section, in the order of the table; those of quotas are named by users and groups."""
 
 
+def key_of(section: str, name: str) -> str:
+    """Return the key of a setting; a table without sections is one whose name is empty."""
+    return f"{section}.{name}" if section else name
+
+
 def rows_of(section: str, kind: type[Any]) -> Iterator[SettingRow]:
-    """Yield the rows of a section, or of a quota."""
+    """Yield the rows of a section, of a quota, or of a table without sections."""
     for each in fields(kind):
-        extra = each.metadata
-        yield SettingRow(
-            f"{section}.{each.name}", each.default, extra["unit"], extra["help"], extra["reload"], extra["parse"]
-        )
+        extra, key = each.metadata, key_of(section, each.name)
+        yield SettingRow(key, each.default, extra["unit"], extra["help"], extra["reload"], extra["parse"])
 
 
 def rows() -> Iterator[SettingRow]:

@@ -11,7 +11,7 @@ import click
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
-from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
+from mpsd.core.kubernetes.settings import PREFIX, Offer, Settings, When
 from mpsd.core.sanitize import plain
 from mpsd.system.host.configuration import read_text
 from mpsd.system.processes import capabilities
@@ -61,8 +61,8 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
         place = api_server.place(found, os.environ)
         importlib.import_module("mpsd.kubernetes.dra.service").run_driver(started, place)
     else:
-        reports = found.report is Report.ALWAYS or (
-            found.report is Report.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
+        reports = found.report is When.ALWAYS or (
+            found.report is When.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
         )
         run_plugin(started, api_server.place(found, os.environ) if reports else None)
 

@@ -114,7 +114,7 @@ class Allocations(PodLeases):
             threads = ActiveThreadPercentage(number * self._settings.core_unit * 10)
             limit = limits.ACTIVE_THREAD_PERCENTAGE
             return {limit.variable: limit.for_client(Limits(threads, None))}
-        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit)
+        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes)
         limit = limits.PINNED_DEVICE_MEM_LIMIT
         return {
             limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),

@@ -9,7 +9,6 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation, prepared
@@ -89,7 +88,7 @@ class Driver(PodLeases):
         """Leases that no container has taken yet, by lease."""
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
-        directory = Path(settings.kubelet_dir) / "plugins" / settings.driver / "claims"
+        directory = settings.kubelet_dir / "plugins" / settings.driver / "claims"
         self._devices = CdiDevices(settings.cdi_dir)
         try:
             self._store = PreparedStore(directory, self._log)
@@ -198,7 +197,7 @@ class Driver(PodLeases):
             [each["env"] for each in leases],
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],
             more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
-            socket=settings.socket,
+            socket=str(settings.socket),
             hook=settings.hook,
         )
         self._devices.put(claim.uid, content)

@@ -81,8 +81,8 @@ class PreparedStore:
 class CdiDevices:
     """The CDI devices of prepared claims, through which containers get their leases: one file for each claim."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def put(self, claim: str, content: bytes) -> None:
         """Write the devices of a claim. Raises StorageError."""

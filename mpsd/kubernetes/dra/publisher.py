@@ -78,7 +78,7 @@ class Publisher(Part):
         name = slices.slice_name(self._settings.node, self._settings.driver)
         found = self._api_server.slice(name)
         generation = slices.generation_of(found) + 1
-        steps = Steps(self._settings.thread_step, self._settings.memory_step)
+        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
         wanted = slices.document(self._node(), self._board.gpus.values(), steps, generation)
         if found is not None and slices.same(found, wanted):
             return

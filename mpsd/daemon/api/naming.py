@@ -32,10 +32,10 @@ def of_peer(request: Request) -> Named:
 
     The connection watches that process, and stops doing so when it closes. Raises PeerUnknownError.
     """
-    living, credentials = _connected(request), request.credentials
+    living, credentials = _connected(request), request.peer.credentials
     started = living.started
     owner = Owner(credentials.uid, credentials.gid, living.identity.pid, started)
-    return owner, request.user, NamedHolder(HoldingProcess(living.identity, started), living)
+    return owner, request.principal.user, NamedHolder(HoldingProcess(living.identity, started), living)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
         return
     group = _group(request, holder.cgroup, holder.unit)
     try:
-        ttl = users.time_to_live(users.quota_of(request.user, settings), body.ttl)
+        ttl = users.time_to_live(users.quota_of(request.principal.user, settings), body.ttl)
         _check_group(request, group, is_bounded=ttl is not None)
         uid, gid = _user_of_group(request, group, body.owner)
         yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))
@@ -73,7 +73,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
     """
     if sum(each is not None for each in (body.pid, body.cgroup, body.unit)) > 1:
         raise InvalidRequestError("a holder is a pid, a cgroup or a unit", hint=_ONE, limit="holder")
-    if body.owner is not None and not (request.admin and is_claim):
+    if body.owner is not None and not (request.principal.admin and is_claim):
         raise NotPermittedError(
             "only an administrator that takes a claim can name the owner of the lease", hint="omit owner"
         )
@@ -118,7 +118,7 @@ def check_holders(request: Request, lease: Lease) -> None:
 
     Raises NotPermittedError, and OSError without descriptors.
     """
-    for holder in holders.groups(lease) if not request.admin else ():
+    for holder in holders.groups(lease) if not request.principal.admin else ():
         try:
             group = control_groups.reopen(holder.group)
         except UnseenHierarchyError:
@@ -126,10 +126,10 @@ def check_holders(request: Request, lease: Lease) -> None:
         owners = set() if group is None else group.owners()
         if group is not None:
             group.close()
-        if owners != {request.credentials.uid}:
+        if owners != {request.uid}:
             raise NotPermittedError(
                 f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
-                f" {request.credentials.uid}: an administrator alone changes its holders",
+                f" {request.uid}: an administrator alone changes its holders",
                 hint="every process of that uid in the group is a client of the lease already; for others, take out a"
                 " lease: mpsctl run",
             )
@@ -141,7 +141,7 @@ def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> 
     The claim is for the owner of the lease, or for the uid that it names.
     """
     assert body.claim is not None  # noqa: S101 - the caller has checked it
-    if not request.admin:
+    if not request.principal.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
     named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.gid)
     if any(each is not None for each in named) or body.group or not body.replace:
@@ -171,11 +171,11 @@ def _owner(
 
 def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
     """Return a user with the groups that count for quotas: all of the caller, the given one of another user."""
-    return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
+    return request.principal.user if uid == request.principal.user.uid else UserIdentity(uid, frozenset((gid,)))
 
 
 def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> NamedOrClaim:
-    if not request.admin:
+    if not request.principal.admin:
         raise NotPermittedError(
             "only an administrator can claim a lease for others", hint="take out a lease: mpsctl run"
         )
@@ -184,7 +184,7 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
     if owner is None and wanted.uid is not None:
         owner = RequestedOwner(wanted.uid, wanted.uid if wanted.gid is None else wanted.gid)
     seconds = settings.admission.claim_deadline if wanted.deadline is None else wanted.deadline
-    credentials = request.credentials
+    credentials = request.peer.credentials
     claim = Claim(seconds, None if owner is None else owner.uid)
     return *_owner(request, owner, credentials.uid, credentials.gid, None), claim
 
@@ -195,14 +195,14 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
 def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     """Open the control group that a caller named. Raises InvalidRequestError."""
     if unit is not None:
-        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+        return control_groups.of_unit(unit, 0 if request.principal.admin else request.uid)
     return control_groups.named(path or "")
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:
     """Refuse a control group that the caller may not name. Raises NotPermittedError and InvalidRequestError."""
-    uid = request.credentials.uid
-    if request.admin:
+    uid = request.uid
+    if request.principal.admin:
         return
     if group.owners() != {uid}:
         raise NotPermittedError(
@@ -223,8 +223,8 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
     """Return the uid and gid of the processes of a group. Raises InvalidRequestError where they are unknown."""
     if wanted is not None:
         return wanted.uid, wanted.gid
-    if not request.admin:
-        return request.credentials.uid, request.credentials.gid
+    if not request.principal.admin:
+        return request.uid, request.peer.credentials.gid
     for pid in group.processes():
         user = proc.effective_user(pid) if pid else None
         if user is not None:
@@ -252,9 +252,9 @@ class _NamedProcess(NamedTuple):
 @contextmanager
 def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
     """Yield the process that a caller named, or the caller's own."""
-    if pid is None or pid == request.credentials.pid:
+    if pid is None or pid == request.peer.credentials.pid:
         living = _connected(request)
-        yield _NamedProcess(living, request.credentials.uid, request.credentials.gid, proc.real_uid(living.pid))
+        yield _NamedProcess(living, request.uid, request.peer.credentials.gid, proc.real_uid(living.pid))
         return
     named = _opened(request, pid)
     try:
@@ -267,7 +267,7 @@ def _connected(request: Request) -> Process:
     """Return the calling process. Raises PeerUnknownError when the kernel does not show it."""
     connected = request.peer.process()
     if connected is None:
-        unseen = request.credentials.pid == 0
+        unseen = request.peer.credentials.pid == 0
         raise PeerUnknownError(
             (
                 "the calling process is outside mpsd's pid namespace: mpsd sees its pid as 0, cannot tell it"
@@ -284,7 +284,7 @@ def _connected(request: Request) -> Process:
 
 def _opened(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
-    if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
+    if request.peer.credentials.pid == 0 or proc.is_nested(request.peer.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
             hint="take out the lease from the process that will hold it: mpsctl run",
@@ -309,8 +309,8 @@ def _with_user(request: Request, named: Process) -> _NamedProcess:
     # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)
-    if user[0] != request.credentials.uid and not request.admin:
-        because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
+    if user[0] != request.uid and not request.principal.admin:
+        because = f"process {named.pid} does not belong to uid {request.uid}"
         raise NotPermittedError(because, hint="name a process of your own")
     return _NamedProcess(named, *user, real_uid)
 

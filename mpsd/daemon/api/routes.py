@@ -32,7 +32,6 @@ class Handlers:
         events: Events,
         accountant: Accountant,
         collector: Collector,
-        *,
         reload: Callable[[], Awaitable[ReloadResult]],
     ) -> None:
         self.node = NodeHandlers(node, accountant, collector)

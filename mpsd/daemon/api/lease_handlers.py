@@ -1,6 +1,6 @@
 """The handlers of the lease routes: which callers may see and change a lease, and which holder a new one has."""
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Final
 
@@ -112,8 +112,7 @@ class LeaseHandlers:
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease in the path. Raises NotFoundError, and NotPermittedError for another user's lease."""
         lease = self._node.leases.find(request.names["id"])
-        allowed = is_own(request, lease) if act else self._may_see(request, lease)
-        if not allowed:
+        if not (is_own(request, lease) if act else self._may_see(request, lease)):
             raise NotPermittedError(
                 f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
             )
@@ -135,12 +134,17 @@ class LeaseHandlers:
                 hint="take it out for yourself, without an owner (--user), or ask an administrator",
             )
         try:
-            if body.pid is None and body.holder is None and body.owner is None:
-                lease = await self._admit(request, body, naming.of_peer(request), is_named=False)
-            else:
-                is_named = body.pid is not None or body.holder is not None
-                with naming.of_request(request, body, self._node.settings.current) as named:
-                    lease = await self._admit(request, body, named, is_named=is_named)
+            with naming.of_request(request, self._node.settings.current) as (owner, user, holder):
+                lease = await self._node.admit(
+                    _lease_request(body),
+                    owner,
+                    holder,
+                    user,
+                    wait=body.wait,
+                    ttl=body.ttl,
+                    has_left=request.peer.has_left,
+                    is_named=body.pid is not None or body.holder is not None,
+                )
         except CapacityError as error:
             if error.limit in health.LIMITS and not request.principal.operator:
                 error.hint = health.REFUSED_HINT
@@ -150,21 +154,6 @@ class LeaseHandlers:
         if lease.granted == lease.created:  # the request did not wait
             self._collector.grants.observe(clock.monotonic() - began)
         return rendering.lease(lease)
-
-    def _admit(
-        self, request: Request, body: bodies.LeaseRequest, named: naming.NamedOrClaim, *, is_named: bool
-    ) -> Awaitable[Lease]:
-        owner, user, holder = named
-        return self._node.admit(
-            _lease_request(body),
-            owner,
-            holder,
-            user,
-            wait=body.wait,
-            ttl=body.ttl,
-            has_left=request.peer.has_left,
-            is_named=is_named,
-        )
 
     def _holding(self, request: Request, error: DoesNotFitError) -> str:
         """Name the leases that hold most of the lacking resource, if its caller may see them, and the others' sum."""
@@ -197,14 +186,14 @@ class LeaseHandlers:
                 hint="pass the token that came with the lease (MPSD_LEASE_TOKEN)",
             )
         if body.claim is not None:
-            seconds = naming.claim_seconds(request, body, self._node.settings.current)
+            seconds = naming.claim_seconds(request, self._node.settings.current)
             await self._see_clients(lease)
             return rendering.lease(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
         if body.token is None:
             self._theirs(request, act=True)
             naming.check_holders(request, lease)
         is_claim = body.token is not None or lease.claim is not None
-        with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
+        with naming.of_holder(request, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:
                 lease = await self._node.take(lease.id, owner, named, user)
             else:
@@ -300,8 +289,6 @@ def _amount(shares: Collection[Share]) -> str:
 _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 
-_STOPS: Final = {each.value: each for each in model.Stop}
-
 
 def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
     """Convert a request from its wire form. Raises InvalidRequestError."""
@@ -317,6 +304,6 @@ def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
         labels=body.labels,
         request_id=body.request_id,
         client_priority=body.client_priority,
-        stop=_STOPS[body.stop],
+        stop=model.Stop(body.stop),
         ttl=body.ttl,
     )

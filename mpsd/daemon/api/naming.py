@@ -2,17 +2,17 @@
 
 import hmac
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from mpsd.core import holders
 from mpsd.core.admission import users
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
-from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
+from mpsd.core.model import Claim, GroupLife, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
-from mpsd.daemon.api.table import Request
+from mpsd.daemon.api.table import Request, RequestOf
 from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.system.processes import control_groups, proc, process
 from mpsd.system.processes.control_groups import OpenGroup, UnseenHierarchyError
@@ -27,24 +27,18 @@ NamedOrClaim: TypeAlias = tuple[Owner, UserIdentity, NamedHolder | Claim]
 _ONE: Final = "name one holder"
 
 
-def of_peer(request: Request) -> Named:
-    """Return the owner and the holder of a request that names neither: the process that connected.
-
-    The connection watches that process, and stops doing so when it closes. Raises PeerUnknownError.
-    """
-    living, credentials = _connected(request), request.peer.credentials
-    started = living.started
-    owner = Owner(credentials.uid, credentials.gid, living.identity.pid, started)
-    return owner, request.principal.user, NamedHolder(HoldingProcess(living.identity, started), living)
-
-
 @contextmanager
-def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[NamedOrClaim]:
-    """Yield the owner and the holder that a lease request names.
+def of_request(request: RequestOf[LeaseRequest], settings: Settings) -> Iterator[NamedOrClaim]:
+    """Yield the owner and the holder that a lease request names: by default the process that connected.
 
-    Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
+    The connection watches that process, and stops doing so when it closes. Raises InvalidRequestError,
+    NotPermittedError, PeerUnknownError and QuotaError.
     """
-    holder = body.holder
+    body, holder = request.content, request.content.holder
+    if holder is None and body.pid is None and body.owner is None:
+        living, who = _connected(request), request.peer.credentials
+        yield *_owner(request, None, who.uid, who.gid, living), NamedHolder.process(living)
+        return
     if holder is None:
         with _process(request, body.pid) as named:
             held = NamedHolder.process(named.living, None if body.owner is None else named.real_uid)
@@ -55,22 +49,19 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
     if holder.claim is not None:
         yield _claim(request, holder.claim, body.owner, settings)
         return
-    group = _group(request, holder.cgroup, holder.unit)
-    try:
+    with closing(_group(request, holder.cgroup, holder.unit)) as group:
         ttl = users.time_to_live(users.quota_of(request.principal.user, settings), body.ttl)
         _check_group(request, group, is_bounded=ttl is not None)
-        uid, gid = _user_of_group(request, group, body.owner)
-        yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))
-    finally:
-        group.close()
+        yield *_owner_of_group(request, group, body.owner), NamedHolder.group(group, GroupLife(holder.life))
 
 
 @contextmanager
-def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: bool) -> Iterator[Named]:
+def of_holder(request: RequestOf[HolderRequest], lease: Lease, *, is_claim: bool) -> Iterator[Named]:
     """Yield the owner and the holder of a request for another holder; `is_claim`: whether that holder takes a claim.
 
     Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
     """
+    body = request.content
     if sum(each is not None for each in (body.pid, body.cgroup, body.unit)) > 1:
         raise InvalidRequestError("a holder is a pid, a cgroup or a unit", hint=_ONE, limit="holder")
     if body.owner is not None and not (request.principal.admin and is_claim):
@@ -91,26 +82,22 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
                 yield *owners, NamedHolder.process(living, None if named.real_uid == owner_uid else named.real_uid)
                 return
-            group = control_groups.of_process(living.pid)
-            try:
+            with closing(control_groups.of_process(living.pid)) as group:
                 held = NamedHolder.group(group, life)  # before `is_gone`: the group is then that of this process
                 if living.is_gone():
                     raise _no_process(living.pid)
                 _check_group(request, group, is_bounded=is_bounded)
                 yield *owners, held
-            finally:
-                group.close()
         return
-    group = _group(request, body.cgroup, body.unit)
-    try:
+    with closing(_group(request, body.cgroup, body.unit)) as group:
         _check_group(request, group, is_bounded=is_bounded)
-        wanted = body.owner
+        wanted, owner = body.owner, lease.owner
         if wanted is None and lease.claim is not None and lease.claim.uid is not None:
-            wanted = RequestedOwner(lease.owner.uid, lease.owner.gid)
-        uid, gid = _user_of_group(request, group, wanted) if is_claim else (lease.owner.uid, lease.owner.gid)
-        yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
-    finally:
-        group.close()
+            wanted = RequestedOwner(owner.uid, owner.gid)
+        if is_claim:
+            yield *_owner_of_group(request, group, wanted), NamedHolder.group(group, life)
+        else:
+            yield *_owner(request, wanted, owner.uid, owner.gid, None), NamedHolder.group(group, life)
 
 
 def check_holders(request: Request, lease: Lease) -> None:
@@ -119,13 +106,11 @@ def check_holders(request: Request, lease: Lease) -> None:
     Raises NotPermittedError, and OSError without descriptors.
     """
     for holder in holders.groups(lease) if not request.principal.admin else ():
-        try:
-            group = control_groups.reopen(holder.group)
-        except UnseenHierarchyError:
-            group = None
-        owners = set() if group is None else group.owners()
-        if group is not None:
-            group.close()
+        owners = set[int]()
+        with suppress(UnseenHierarchyError):
+            if (group := control_groups.reopen(holder.group)) is not None:
+                with closing(group):
+                    owners = group.owners()
         if owners != {request.uid}:
             raise NotPermittedError(
                 f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
@@ -135,11 +120,12 @@ def check_holders(request: Request, lease: Lease) -> None:
             )
 
 
-def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
+def claim_seconds(request: RequestOf[HolderRequest], settings: Settings) -> float:
     """Return how long a claim holds a lease. Raises NotPermittedError and InvalidRequestError.
 
     The claim is for the owner of the lease, or for the uid that it names.
     """
+    body = request.content
     assert body.claim is not None  # noqa: S101 - the caller has checked it
     if not request.principal.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
@@ -166,12 +152,9 @@ def _owner(
     if wanted is not None:
         user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
         return Owner(wanted.uid, wanted.gid, pid, started), user
-    return Owner(uid, gid, pid, started), _identity(request, uid, gid)
-
-
-def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
-    """Return a user with the groups that count for quotas: all of the caller, the given one of another user."""
-    return request.principal.user if uid == request.principal.user.uid else UserIdentity(uid, frozenset((gid,)))
+    # The groups that count for quotas: all of the caller, the given one of another user.
+    user = request.principal.user
+    return Owner(uid, gid, pid, started), user if uid == user.uid else UserIdentity(uid, frozenset((gid,)))
 
 
 def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> NamedOrClaim:
@@ -219,21 +202,22 @@ def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> Non
         )
 
 
-def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[int, int]:
-    """Return the uid and gid of the processes of a group. Raises InvalidRequestError where they are unknown."""
-    if wanted is not None:
-        return wanted.uid, wanted.gid
-    if not request.principal.admin:
-        return request.uid, request.peer.credentials.gid
-    for pid in group.processes():
-        user = proc.effective_user(pid) if pid else None
-        if user is not None:
-            return user
-    raise InvalidRequestError(
-        f"the control group {group.group.path} has no process yet, so its user is unknown",
-        hint="name its owner: owner (--user NAME)",
-        limit="owner",
-    )
+def _owner_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[Owner, UserIdentity]:
+    """Return the owner of a lease that a group holds: the named one, the caller, or for an administrator any user.
+
+    Raises InvalidRequestError where no process of the group shows its user.
+    """
+    who = request.peer.credentials
+    user: tuple[int, int] | None = (who.uid, who.gid)
+    if wanted is None and request.principal.admin:
+        user = next(filter(None, (proc.effective_user(pid) for pid in group.processes() if pid)), None)
+    if user is None:
+        raise InvalidRequestError(
+            f"the control group {group.group.path} has no process yet, so its user is unknown",
+            hint="name its owner: owner (--user NAME)",
+            limit="owner",
+        )
+    return _owner(request, wanted, *user, None)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -256,11 +240,8 @@ def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
         living = _connected(request)
         yield _NamedProcess(living, request.uid, request.peer.credentials.gid, proc.real_uid(living.pid))
         return
-    named = _opened(request, pid)
-    try:
+    with closing(_opened(request, pid)) as named:
         yield _with_user(request, named)
-    finally:
-        named.close()
 
 
 def _connected(request: Request) -> Process:

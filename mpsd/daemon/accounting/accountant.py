@@ -233,8 +233,6 @@ class Accountant:
         try:
             cursor = Cursor(now, events.latest)
             self._store.commit(samples, self._accounts.changed.values(), cursor, gaps=gaps, usage=usage)
-            if is_minute:
-                self._store.prune(now, self._settings.current.history)
         except StorageError as error:
             self._fail(error, periods)
             return
@@ -245,6 +243,15 @@ class Accountant:
             self._log.info(EventName.HISTORY_STORED)
         self._accounts.note_stored()
         self._roll_up(samples, is_hour=is_hour)
+        if is_minute:
+            self._prune(now)
+
+    def _prune(self, now: int) -> None:
+        """Remove what is too old or too much; where that fails, the next minute tries again."""
+        try:
+            self._store.prune(now, self._settings.current.history)
+        except StorageError as error:  # the sample is stored: it must not be counted again
+            self._log.error(EventName.HISTORY_NOT_PRUNED, because=error.detail)
 
     def _fail(self, error: StorageError, periods: Periods) -> None:
         self._accounts.put_back(periods)

@@ -55,13 +55,14 @@ def gpus(number: int) -> list[Gpu]:
 def states(number: int, shares: int) -> list[GpuState]:
     """Return the same GPUs with so many pods on each."""
     pods = [ShareState(f"0af54f2c-{each:04x}-4000-8000-00000000beef", 50, 4096) for each in range(shares)]
-    return [GpuState(each.uuid, each.position, each.model, "", each.mebibytes, pods) for each in gpus(number)]
+    return [GpuState(each, pods) for each in gpus(number)]
 
 
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
     """Return the slice of a node."""
     found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", "mpsd", "anytime")
-    return slices.document(found, gpus(number), _STEPS, generation)
+    before = {"spec": {"pool": {"generation": generation - 1}}}
+    return slices.document(found, gpus(number), _STEPS, before)
 
 
 def sizes() -> None:

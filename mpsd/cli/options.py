@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
+from mpsd.cli.users import uid_of
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, MpsdError
 from mpsd.core.sanitize import plain
@@ -86,7 +87,7 @@ class _Notation(_Type):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         try:
-            return self._parse(f"{value}")
+            return self._parse(f"{_FILLED.convert(value, param, ctx)}")
         except InvalidRequestError as error:
             self.fail(f"{error.detail}: {error.hint}", param, ctx)
 
@@ -122,6 +123,13 @@ def _percentage(text: str) -> float:
     from mpsd.core.units import parse_percentage
 
     return parse_percentage(text)
+
+
+def _uid(text: str) -> int:
+    found = uid_of(text)
+    if found is None:
+        raise InvalidRequestError(f"there is no user {text!r}", hint="give a name that `getent passwd` has, or a uid")
+    return found
 
 
 _CLOCK: Final = r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?"
@@ -170,6 +178,9 @@ WAIT: Final = _Notation("duration", _wait)
 
 PERCENTAGE: Final = _Notation("percentage", _percentage)
 """Percent, from `25` or `25%`."""
+
+UID: Final = _Notation("user", _uid)
+"""A uid, from the name of a user, or from a number, with or without an account here."""
 
 MOMENT: Final = _Notation("time", _moment)
 """A datetime, by `parse_moment`."""

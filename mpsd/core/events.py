@@ -231,6 +231,9 @@ class EventName(StrEnum):
     HISTORY_NOT_STORED = ("history_not_stored", "error", "because",
         "Samples of the history cannot be stored; sums of grants stay complete.",
         "the history of granted and held amounts is not stored: {because}")
+    HISTORY_NOT_PRUNED = ("history_not_pruned", "error", "because",
+        "Old samples of the history cannot be removed; mpsd tries again each minute.",
+        "old samples of the history cannot be removed: {because}")
     HISTORY_STORED = ("history_stored", "info", "", "Samples of the history can be stored again.",
         "the history of granted and held amounts is stored again")
     EVENTS_LOST = ("events_lost", "error", "because", "The events before this one are lost.", "{because}")

@@ -104,11 +104,19 @@ def seconds(value: object) -> float:
     return parse_duration(value)
 
 
-def count(value: object) -> int:
-    """Accept a whole number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
-        raise ValueError(f"it is not a whole number from 1 to {_MOST}")
-    return value
+def whole(least: int, most: int) -> Callable[[object], int]:
+    """Return a parser that accepts a whole number of this range."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"it is not a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+count: Final = whole(1, _MOST)
+priority: Final = whole(-100, 100)
 
 
 def size(value: object) -> int:
@@ -142,12 +150,6 @@ def capabilities(value: object) -> tuple[str, ...]:
     found = names(value)
     parse_capabilities(found)
     return found
-
-
-def priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
-        raise ValueError("it is not a whole number from -100 to 100")
-    return value
 
 
 def positive(value: object) -> float:

@@ -11,7 +11,7 @@ import click
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
-from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
+from mpsd.core.kubernetes.settings import PREFIX, Offer, When
 from mpsd.core.sanitize import plain
 from mpsd.system.host.configuration import read_text
 from mpsd.system.processes import capabilities
@@ -20,12 +20,6 @@ _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
 
 _LIBRARIES: Final = {"google", "grpc"}
 """The libraries of the extra `kubernetes`, by their import names."""
-
-
-def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
-    """Return the settings of the file, the environment and the command line. Raises ConfigurationError."""
-    text = read_text(config, _CONFIG) or ""
-    return settings.parse(text, os.environ, options)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,15 +48,15 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
     from mpsd.kubernetes.service import run_plugin  # noqa: PLC0415
 
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
-    found = _settings(config, options)
+    found = settings.parse(read_text(config, _CONFIG) or "", os.environ, options)
     settings.check_capabilities(found, capabilities.own_set("CapEff"))
     started = program(found, Log(found.log_format))
     if found.resources is Offer.DRA:
         place = api_server.place(found, os.environ)
         importlib.import_module("mpsd.kubernetes.dra.service").run_driver(started, place)
     else:
-        reports = found.report is Report.ALWAYS or (
-            found.report is Report.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
+        reports = found.report is When.ALWAYS or (
+            found.report is When.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
         )
         run_plugin(started, api_server.place(found, os.environ) if reports else None)
 

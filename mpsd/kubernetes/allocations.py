@@ -114,7 +114,7 @@ class Allocations(PodLeases):
             threads = ActiveThreadPercentage(number * self._settings.core_unit * 10)
             limit = limits.ACTIVE_THREAD_PERCENTAGE
             return {limit.variable: limit.for_client(Limits(threads, None))}
-        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit)
+        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes)
         limit = limits.PINNED_DEVICE_MEM_LIMIT
         return {
             limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
@@ -173,14 +173,9 @@ class Allocations(PodLeases):
         settings, request = self._settings, f"kubernetes-{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
         lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, labels=labels, request_id=request)
-        self._log.info(
-            EventName.CONTAINER_CLAIMED,
-            lease=lease["id"],
-            gpu=gpu.uuid,
-            threads=part.percent,
-            mebibytes=part.mebibytes,
-            devices={kind: len(each) for kind, each in numbers.items()},
-        )
+        share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
+        counts = {kind: len(each) for kind, each in numbers.items()}
+        self._log.info(EventName.CONTAINER_CLAIMED, lease=lease["id"], **share, devices=counts)
         return lease
 
     def _check_same(self, container: Container, lease: LeaseAnswer) -> None:

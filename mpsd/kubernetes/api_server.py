@@ -35,9 +35,6 @@ from mpsd.system import clock, retry
 
 Document = Mapping[str, object]
 
-ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The directory where kubelet puts a pod's token and certificate."""
-
 PATIENCE: Final = 15.0
 """Seconds for which a call is retried while the API server is unavailable or busy; kubelet itself waits 45 s for a
 claim."""
@@ -68,7 +65,7 @@ class Place(NamedTuple):
 
 def is_known(settings: Settings, environment: Mapping[str, str]) -> bool:
     """Tell whether the address of the API server is known and there is a token for it."""
-    has_token = Path(settings.service_account or ACCOUNT, "token").exists()
+    has_token = (settings.service_account / "token").exists()
     return has_token and bool(settings.api_server or environment.get("KUBERNETES_SERVICE_HOST"))
 
 
@@ -77,7 +74,7 @@ def place(settings: Settings, environment: Mapping[str, str]) -> Place:
 
     Raises ConfigurationError.
     """
-    folder = Path(settings.service_account or ACCOUNT)
+    folder = settings.service_account
     if url := settings.api_server:
         parts = urlsplit(url)
         if parts.scheme != "https" or not parts.hostname or parts.path not in {"", "/"}:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final, NoReturn, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 
@@ -73,7 +73,7 @@ class Endpoint(Part):
         return now - self._followed_at < _ALONE
 
     def close(self) -> None:
-        """End the open calls, and stop answering."""
+        """End the open calls, and remove the socket."""
         self._socket.close()
         self._board.wake()
 
@@ -136,13 +136,10 @@ class Endpoint(Part):
             return serve(self._kind, ids)
         except MpsdError as error:
             self._log.warning(EventName.CONTAINER_REFUSED, error, resource=self._resource, devices=len(ids))
-            self._refuse(context, error)
-
-    def _refuse(self, context: grpc.ServicerContext, error: MpsdError) -> NoReturn:
-        code = grpc.StatusCode.FAILED_PRECONDITION
-        if isinstance(error, CapacityError):
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        elif isinstance(error, UnreachableError):
-            code = grpc.StatusCode.UNAVAILABLE
-        context.abort(code, f"{error.detail} [{error.code}]; {error.hint}")
-        raise AssertionError  # this call does not return
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            if isinstance(error, CapacityError):
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            elif isinstance(error, UnreachableError):
+                code = grpc.StatusCode.UNAVAILABLE
+            context.abort(code, f"{error.detail} [{error.code}]; {error.hint}")
+            raise AssertionError from None  # `abort` does not return

@@ -5,7 +5,6 @@ kubelet's record has the pods, and the kernel has their control groups and proce
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import grpc
@@ -33,7 +32,7 @@ _NAMES: Final = 1.0
 class Kubelet:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        root = Path(settings.kubelet_dir)
+        root = settings.kubelet_dir
         self.plugins: Final = root / "device-plugins"
         self._socket = self.plugins / "kubelet.sock"
         self._pods = root / "pod-resources" / "kubelet.sock"
@@ -104,7 +103,7 @@ class User(NamedTuple):
 @contextlib.contextmanager
 def group_of(pod: str, settings: Settings) -> Iterator[OpenGroup | None]:
     """Yield the control group of a pod; None where kubelet has not made it, or has removed it."""
-    found = next(filter(None, map(_open, pods.groups(pod, settings.cgroup_root))), None)
+    found = next(filter(None, map(_open, pods.groups(pod, str(settings.cgroup_root)))), None)
     try:
         yield found
     finally:

@@ -80,7 +80,7 @@ def _state(gpu: Gpu, leases: Sequence[LeaseAnswer]) -> GpuState:
         for share in lease["shares"]
         if share["gpu"] == gpu.uuid
     ]
-    return GpuState(gpu.uuid, gpu.position, gpu.model, gpu.because, gpu.mebibytes, shares)
+    return GpuState(gpu, shares)
 
 
 def _pod_of(lease: LeaseAnswer) -> str:

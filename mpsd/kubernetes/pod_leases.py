@@ -45,16 +45,14 @@ class PodLeases(Part, ABC):
     def complete(self) -> None:
         """Let pods take the leases of those containers whose program runs by now."""
 
-    def _claim(
-        self, gpu: str, share: Share, uid: int | None, processes: int | str | None, **more: object
-    ) -> LeaseAnswer:
+    def _claim(self, gpu: str, share: Share, uid: int | None, processes: int | str, **more: object) -> LeaseAnswer:
         """Claim a lease for a user, if it is known. Raises mpsd's refusal."""
         settings = self._settings
         request = {
             "threads": share.percent,
             "memory": f"{share.mebibytes}MiB",
             "gpu": gpu,
-            "processes": "any" if processes is None else processes,
+            "processes": processes,
             "wait": settings.wait,
             "holder": {"claim": {"deadline": settings.claim_deadline, **({} if uid is None else {"uid": uid})}},
             **more,

@@ -44,7 +44,7 @@ class Serves(Protocol):
         """Serve on the sockets, and register with kubelet, if that is not so already."""
 
     def close(self) -> None:
-        """End the open calls, and stop answering."""
+        """End the open calls, and remove the sockets."""
 
 
 class Service(Part):

@@ -161,9 +161,11 @@ class Socket:
         return True
 
     def close(self) -> None:
-        """End the open calls, and stop answering."""
+        """End the open calls, and remove the socket, unless another process has made its own there."""
         if self._server is not None:
             self._server.stop(None)
+            if inode(self.path) == self._own:
+                self.path.unlink(missing_ok=True)
             self._server = self._own = None
 
 

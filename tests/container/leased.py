@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from mpsd.system.files import path_safety
+from mpsd.system.files import acl
 from tests.container.sidecar import USER
 from tests.daemon.helpers import is_running
 from tests.fork_server import ForkServer
@@ -85,7 +85,7 @@ def is_gone(pid: int) -> bool:
 
 def let_in(node: Node) -> set[int]:
     """Return the uids that may traverse the pipe directory of the first control daemon."""
-    return {entry.who for entry in path_safety.read(node.pipe_directory("gpu0")) if entry.tag == path_safety.Tag.USER}
+    return {entry.who for entry in acl.read(node.pipe_directory("gpu0")) if entry.tag == acl.Tag.USER}
 
 
 def process(*words: str) -> int:

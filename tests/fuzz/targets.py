@@ -165,9 +165,9 @@ _ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
     lambda talk: talk.ask(MEM_LIMIT.ask_server(SERVER)),
     lambda talk: talk.ask(commands.terminate_client(SERVER, 9)),
     lambda talk: talk.ask(PERCENTAGE.set_on_server(SERVER, WANTED)),
-    lambda talk: talk.set(PERCENTAGE.default_setting(WANTED)),
-    lambda talk: talk.set(MEM_LIMIT.default_setting(WANTED)),
-    lambda talk: talk.set(MEM_LIMIT.default_setting(UNLIMITED)),
+    lambda talk: talk.ask(PERCENTAGE.default_setting(WANTED)),
+    lambda talk: talk.ask(MEM_LIMIT.default_setting(WANTED)),
+    lambda talk: talk.ask(MEM_LIMIT.default_setting(UNLIMITED)),
 )
 
 

@@ -4,11 +4,9 @@
 they differ.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,7 +18,7 @@ from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
-from mpsd.core.settings import rows
+from mpsd.core.settings import rows, rows_of
 from tests.gate import completions, manual, protocol
 from tests.gate.source import imports, modules
 
@@ -69,7 +67,7 @@ def settings_table() -> str:
     lines = [("setting", "default", "unit", "reload", "meaning")]
     for row in rows():
         default = "absent" if row.default is None else f"`{render(row, row.default)}`"
-        lines.append((f"`{row.key}`", default, row.unit, "yes" if row.reload else "restart", row.help))
+        lines.append((f"`{row.key}`", default, row.unit, "restart" if row.restart else "yes", row.help))
     return _table(*lines)
 
 
@@ -118,9 +116,9 @@ def rooms_diagram() -> str:
 
 def kubernetes_table() -> str:
     lines = [("setting", "default", "meaning")]
-    for each in fields(kubernetes.Settings):
-        shown = each.metadata["shown"] or json.dumps(each.default)
-        lines.append((f"`{each.name}`", shown if shown == "absent" else f"`{shown}`", each.metadata["text"]))
+    for row in rows_of("", kubernetes.Settings):
+        shown = render(row, row.default)
+        lines.append((f"`{row.key}`", shown if shown == "absent" else f"`{shown}`", row.help))
     return _table(*lines)
 
 

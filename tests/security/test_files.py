@@ -13,8 +13,8 @@ import pytest
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
-from mpsd.system.files import path_safety
-from mpsd.system.files.path_safety import Entry, Tag
+from mpsd.system.files import acl, path_safety
+from mpsd.system.files.acl import Entry, Tag
 from mpsd.system.files.rundir import RunDir
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
@@ -289,12 +289,10 @@ class TestPathComponents:
             (owner, Entry(USER, 7, ANN), group, mask, others),
             (owner, group, Entry(GROUP, 7, ANN), mask, others),
         ):
-            path_safety.write(settings.paths.state_dir, entries)
+            acl.write(settings.paths.state_dir, entries)
             with pytest.raises(ConfigurationError, match="is not private to mpsd"):
                 RunDir.claim(settings)
-        path_safety.write(
-            settings.paths.state_dir, (owner, Entry(USER, 5, ANN), Entry(USER, 7, 0), group, mask, others)
-        )
+        acl.write(settings.paths.state_dir, (owner, Entry(USER, 5, ANN), Entry(USER, 7, 0), group, mask, others))
         RunDir.claim(settings).close()
 
     @needs_root

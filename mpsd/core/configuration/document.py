@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import SECTIONS, Quota, SettingRow, Settings, quota_rows, rows, rows_of
+from mpsd.core.settings import SECTIONS, Quota, SettingRow, Settings, key_of, quota_rows, rows, rows_of
 from mpsd.core.units import KIB, format_size
 
 T = TypeVar("T")
@@ -22,11 +22,15 @@ Plain: TypeAlias = str | int | float | list[str] | None
 
 def parse(text: str) -> Settings:
     """Return the settings of a TOML document. Raises ConfigurationError instead of guessing."""
+    return from_mapping(decode(text))
+
+
+def decode(text: str) -> dict[str, object]:
+    """Return the values of a TOML document. Raises ConfigurationError."""
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also raised for numbers and brackets by the thousand
         raise ConfigurationError(f"the configuration is not TOML: {error}", hint="fix that line") from error
-    return from_mapping(document)
 
 
 def from_mapping(document: Mapping[str, object]) -> Settings:
@@ -35,21 +39,26 @@ def from_mapping(document: Mapping[str, object]) -> Settings:
     for section, values in document.items():
         if section == "quota":
             quotas = _names_and_values(section, values).items()
-            settings = replace(settings, quota={name: _parse(f"quota.{name}", Quota, each) for name, each in quotas})
+            settings = replace(
+                settings, quota={name: section_of(f"quota.{name}", Quota, each) for name, each in quotas}
+            )
         elif section in SECTIONS:
-            settings = replace(settings, **{section: _parse(section, SECTIONS[section], values)})
+            settings = replace(settings, **{section: section_of(section, SECTIONS[section], values)})
         else:
             raise _unknown("section", section, [*SECTIONS, "quota"])
     return settings
 
 
-def _parse(section: str, kind: type[T], values: object) -> T:
-    """Return the frozen section with these values. Raises ConfigurationError."""
+def section_of(section: str, kind: type[T], values: object, page: str = "mpsd.toml(5)") -> T:
+    """Return the frozen section with these values, which a page describes. Raises ConfigurationError.
+
+    A table without sections is one whose name is empty.
+    """
     known = {row.name: row for row in rows_of(section, kind)}
     parsed: dict[str, object] = {}
     for name, value in _names_and_values(section, values).items():
         if name not in known:
-            raise _unknown("setting", f"{section}.{name}", [row.key for row in known.values()])
+            raise _unknown("setting", key_of(section, name), [row.key for row in known.values()])
         row = known[name]
         try:
             parsed[name] = row.parse(value)
@@ -57,7 +66,7 @@ def _parse(section: str, kind: type[T], values: object) -> T:
             advice = f"{error.hint}. " if isinstance(error, MpsdError) else ""
             raise ConfigurationError(
                 f"{row.key} = {value!r}: {error}",
-                hint=f"{advice}The default is {render(row, row.default)}; mpsd.toml(5) describes it.",
+                hint=f"{advice}The default is {render(row, row.default)}; {page} describes it.",
                 limit=row.key,
             ) from error
     return kind(**parsed)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from mpsd.core.dra.prepared import PreparedPod, PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
+from mpsd.core.kubernetes.settings import parse_processes, parse_uid
 from mpsd.core.model import Stop
+from mpsd.core.setting_parsers import choice
 from mpsd.core.settings import Attach
 from mpsd.core.units import MIB, briefly
 
@@ -24,18 +26,13 @@ from mpsd.core.units import MIB, briefly
 # not named here are ignored: later releases add some.
 
 
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join("ID" if each == "id" else each.capitalize() for each in rest)
-
-
-class Metadata(Struct, rename=_camel):
+class Metadata(Struct, rename="camel"):
     name: str = ""
     namespace: str = ""
     uid: str = ""
 
 
-class Consumer(Struct, rename=_camel):
+class Consumer(Struct, rename="camel"):
     """An object that a claim is reserved for, usually a pod."""
 
     resource: str
@@ -43,49 +40,49 @@ class Consumer(Struct, rename=_camel):
     uid: str
 
 
-class Opaque(Struct, rename=_camel):
+class Opaque(Struct, rename="camel"):
     """Parameters for one driver, whose content the API server does not check."""
 
     driver: str
     parameters: object = None
 
 
-class Configuration(Struct, rename=_camel):
+class Configuration(Struct, rename="camel"):
     """Parameters of a class or a claim, for some of its requests; for all where it names none."""
 
     requests: list[str] | None = None
     opaque: Opaque | None = None
 
 
-class Result(Struct, rename=_camel):
+class Result(Struct, rename="camel"):
     """A device that was allocated for a request, or a share of one."""
 
     request: str
     driver: str
     pool: str
     device: str
-    share_id: str | None = None
+    share_id: str | None = field(default=None, name="shareID")
     consumed_capacity: Mapping[str, str | int | float] | None = None
     admin_access: bool | None = None
 
 
-class Devices(Struct, rename=_camel):
+class Devices(Struct, rename="camel"):
     """All devices of an allocation. The configurations of its classes come before those of the claim."""
 
     results: list[Result] | None = None
     config: list[Configuration] | None = None
 
 
-class Allocation(Struct, rename=_camel):
+class Allocation(Struct, rename="camel"):
     devices: Devices | None = None
 
 
-class Status(Struct, rename=_camel):
+class Status(Struct, rename="camel"):
     allocation: Allocation | None = None
     reserved_for: list[Consumer] | None = None
 
 
-class ResourceClaim(Struct, rename=_camel):
+class ResourceClaim(Struct, rename="camel"):
     """A claim in its current state."""
 
     metadata: Metadata
@@ -101,19 +98,14 @@ class ResourceClaim(Struct, rename=_camel):
 _API_VERSION: Final = "mpsd/v1"
 _KIND: Final = "Share"
 
-_MOST_PROCESSES: Final = 1000
-_MOST_UID: Final = 2**32 - 2
 _PRIORITIES: Final = {"normal": 0, "below-normal": 1}
 """The number that MPS has for each."""
-
-_STRICT: Final = (Attach.ANYTIME, Attach.STRICT)
-"""In ascending strictness."""
 
 
 class Options(NamedTuple):
     """The options of a share; None where the author set none."""
 
-    strictness: str | None = None
+    strictness: Attach | None = None
     """The minimum strictness of the node, as a value of `enforcement.attach`."""
     priority: int | None = None
     """The MPS priority of its clients."""
@@ -139,19 +131,21 @@ def options_for(given: Iterable[Configuration], request: str, driver: str) -> Op
     return Options(**found)  # type: ignore[arg-type]  # each is what its parser returns
 
 
-def check_strictness(wanted: str, attach: str) -> None:
-    """Refuse a share on a node that is less strict than the share requires. Raises InvalidRequestError."""
-    if _STRICT.index(Attach(attach)) < _STRICT.index(Attach(wanted)):
+def check_strict(attach: str) -> None:
+    """Refuse a share that requires a strict node on another one. Raises InvalidRequestError."""
+    if attach != Attach.STRICT:
         raise InvalidRequestError(
-            f"the claim asks for strictness {wanted!r}, and mpsd runs here with enforcement.attach = {attach!r}",
-            hint=f"select nodes that have it, by the attribute `attach`, or set attach = {wanted!r} in mpsd.toml",
+            f"the claim asks for strictness 'strict', and mpsd runs here with enforcement.attach = {attach!r}",
+            hint="select nodes that have it, by the attribute `attach`, or set attach = 'strict' in mpsd.toml",
             limit="strictness",
         )
 
 
 def _parsed(parameters: object) -> dict[str, object]:
     if not isinstance(parameters, Mapping):
-        raise _refused("parameters", parameters, "an object")
+        raise InvalidRequestError(
+            f"parameters: {briefly(parameters)} is not an object", hint="write an object", limit="parameters"
+        )
     version, kind = parameters.get("apiVersion"), parameters.get("kind")
     if (version, kind) != (_API_VERSION, _KIND):
         raise InvalidRequestError(
@@ -167,53 +161,27 @@ def _parsed(parameters: object) -> dict[str, object]:
             near = difflib.get_close_matches(str(name), _PARSERS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_PARSERS)}"
             raise InvalidRequestError(f"there is no parameter {briefly(name)}", hint=hint, limit="parameters")
-        found[name] = _PARSERS[name](name, value)
+        try:
+            found[name] = _PARSERS[name](value)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"{name} = {briefly(value)}: {error}", hint="correct it in the claim, or in its class", limit=name
+            ) from None
     return found
 
 
-def _refused(name: str, value: object, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: {briefly(value)} is not {wanted}", hint=f"write {wanted}", limit=name)
+def _priority(value: object) -> int:
+    if not isinstance(value, str) or value not in _PRIORITIES:
+        raise ValueError("it is not one of " + ", ".join(f'"{each}"' for each in _PRIORITIES))
+    return _PRIORITIES[value]
 
 
-def _one_of(choices: Iterable[str]) -> Callable[[str, object], str]:
-    allowed = [str(each) for each in choices]
-
-    def parse(name: str, value: object) -> str:
-        if not isinstance(value, str) or value not in allowed:
-            raise _refused(name, value, f"one of {', '.join(allowed)}")
-        return value
-
-    return parse
-
-
-def _number(name: str, value: object, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _refused(name, value, f"a whole number from {least} to {most}")
-    return value
-
-
-def _priority(name: str, value: object) -> int:
-    return _PRIORITIES[_one_of(_PRIORITIES)(name, value)]
-
-
-def _processes(name: str, value: object) -> int | str:
-    if value == "any":
-        return "any"
-    if isinstance(value, str):
-        raise _refused(name, value, f"a whole number from 1 to {_MOST_PROCESSES}, or any")
-    return _number(name, value, 1, _MOST_PROCESSES)
-
-
-def _user(name: str, value: object) -> int:
-    return _number(name, value, 0, _MOST_UID)
-
-
-_PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "strictness": _one_of(_STRICT),
+_PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
+    "strictness": choice(Attach),
     "priority": _priority,
-    "processes": _processes,
-    "stop": _one_of(Stop),
-    "user": _user,
+    "processes": parse_processes,
+    "stop": choice(Stop),
+    "user": parse_uid,
 }
 
 
@@ -265,10 +233,10 @@ MEMORY: Final = "memory"
 
 
 class Allocated(NamedTuple):
-    """A share of a GPU that the scheduler allocated, and the strictness that it requires of the node, if any."""
+    """A share of a GPU that the scheduler allocated, and whether it requires a strict node."""
 
     share: PreparedShare
-    strictness: str | None
+    is_strict: bool
 
 
 def device_name(gpu: str) -> str:
@@ -357,4 +325,4 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Opt
         stop=options.stop,
         user=options.user,
     )
-    return Allocated(share, options.strictness)
+    return Allocated(share, options.strictness is Attach.STRICT)

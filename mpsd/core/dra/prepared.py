@@ -8,6 +8,7 @@ if the lease ended before the claim: after a restart of the node, or when no con
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
@@ -206,16 +207,16 @@ def device_document(
     shared_memory: Sequence[bool],
     more: Sequence[Mapping[str, str]],
     socket: str,
-    hook: str,
+    hook: Path | None,
 ) -> bytes:
     """Return the file of a claim, whose shares have their lease's environment and the variables of `more`.
 
-    `hook` is the path of mpsctl for the container runtime on the node; if empty, the lease is taken without a hook.
+    `hook` is the path of mpsctl for the container runtime on the node; without one, the lease is taken without a hook.
     """
     devices = dict[str, object]()
     for number, variables in enumerate(environments):
         lease = variables["MPSD_LEASE"]
-        call = cdi.hook_of(cdi.Device(lease, socket), variables, [hook], "--pod") if hook else None
+        call = cdi.hook_of(cdi.Device(lease, socket), variables, [str(hook)], "--pod") if hook else None
         found = cdi.edits({**variables, **more[number]}, hook=call, shared_memory=shared_memory[number])
         devices[_device_name(claim, number)] = found
     return cdi.encode(cdi.of_devices(_KIND, devices))

@@ -48,9 +48,14 @@ def slice_name(node: str, driver: str) -> str:
     return f"{node}-{driver}"
 
 
-def document(node: Node, gpus: Iterable[Gpu], steps: Steps, generation: int) -> dict[str, object]:
-    """Return the slice of a node."""
+def document(
+    node: Node, gpus: Iterable[Gpu], steps: Steps, found: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Return the slice of a node, as the next version of the published one."""
     metadata: dict[str, object] = {"name": slice_name(node.name, node.driver)}
+    match found:
+        case {"metadata": {"resourceVersion": str(version)}}:
+            metadata["resourceVersion"] = version
     if node.uid:
         metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "Node", "name": node.name, "uid": node.uid, "controller": True}
@@ -63,7 +68,7 @@ def document(node: Node, gpus: Iterable[Gpu], steps: Steps, generation: int) -> 
         "spec": {
             "driver": node.driver,
             "nodeName": node.name,
-            "pool": {"name": node.name, "generation": generation, "resourceSliceCount": 1},
+            "pool": {"name": node.name, "generation": generation_of(found) + 1, "resourceSliceCount": 1},
             "devices": [device for each in usable if (device := _device(each, node, steps)) is not None],
         },
     }

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, cast
 
 from mpsd.core.containers.cdi import WITHOUT_SHARED_FILES
 from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError, MpsdError
-from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings, SharedMemory
+from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings, When
 
 _ID: Final = re.compile(r"([A-Za-z0-9-]{1,80})::([0-9]{1,4})")
 
@@ -88,10 +88,13 @@ def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
             limit="resources",
         )
     for gpu in gpus:
-        if Kind.MEMORY in KINDS[settings.resources] and not 0 < gpu.mebibytes // settings.memory_unit <= MOST_DEVICES:
+        if (
+            Kind.MEMORY in KINDS[settings.resources]
+            and not 0 < gpu.mebibytes // settings.memory_unit.mebibytes <= MOST_DEVICES
+        ):
             raise ConfigurationError(
                 f"mpsd grants {gpu.mebibytes} MiB of GPU {gpu.uuid}, which is not 1 to {MOST_DEVICES} units of"
-                f" {settings.memory_unit} MiB",
+                f" {settings.memory_unit.mebibytes} MiB",
                 hint="set another memory_unit",
                 limit="memory_unit",
             )
@@ -105,7 +108,7 @@ def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
         case Kind.CORE:
             return 100 // settings.core_unit
         case Kind.MEMORY:
-            return gpu.mebibytes // settings.memory_unit
+            return gpu.mebibytes // settings.memory_unit.mebibytes
 
 
 def device_id(gpu: str, number: int) -> str:
@@ -159,8 +162,8 @@ def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
         )
     memory = counts[Kind.MEMORY]
     if settings.resources is Offer.MEMORY:
-        return _checked(memory * _WHOLE // count(Kind.MEMORY, gpu, settings), memory * settings.memory_unit)
-    return _checked(counts[Kind.CORE] * settings.core_unit * 10, memory * settings.memory_unit)
+        return _checked(memory * _WHOLE // count(Kind.MEMORY, gpu, settings), memory * settings.memory_unit.mebibytes)
+    return _checked(counts[Kind.CORE] * settings.core_unit * 10, memory * settings.memory_unit.mebibytes)
 
 
 def _checked(tenths: int, mebibytes: int) -> Part:
@@ -192,9 +195,9 @@ def preferred(available: Sequence[str], must: Sequence[str], size: int) -> list[
 
 def shares_memory(gpu: Gpu, settings: Settings) -> bool:
     """Tell whether a container gets the machine's /dev/shm."""
-    if settings.shared_memory is SharedMemory.AUTO:
+    if settings.shared_memory is When.AUTO:
         return gpu.driver is None or gpu.driver < WITHOUT_SHARED_FILES
-    return settings.shared_memory is SharedMemory.ALWAYS
+    return settings.shared_memory is When.ALWAYS
 
 
 # -- the GPUs to offer -------------------------------------------------------------------------------------------------

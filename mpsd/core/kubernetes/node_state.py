@@ -8,9 +8,12 @@ counts the resources or the ResourceSlice itself.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from mpsd.core.units import MIB
+
+if TYPE_CHECKING:
+    from mpsd.core.kubernetes.devices import Gpu
 
 PREFIX: Final = "mpsd/"
 ANNOTATION: Final = f"{PREFIX}state"
@@ -37,13 +40,7 @@ class ShareState(NamedTuple):
 
 
 class GpuState(NamedTuple):
-    uuid: str
-    position: int
-    model: str
-    because: str
-    """Why no new work may start on it; empty where it may."""
-    mebibytes: int
-    """The total memory that mpsd grants of it."""
+    gpu: "Gpu"
     shares: Sequence[ShareState]
 
     @property
@@ -55,10 +52,10 @@ class GpuState(NamedTuple):
 def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[str, str | None]:
     """Return the labels of a node; None for a label that it must not have."""
     found = list(gpus)
-    usable = [each for each in found if not each.because]
+    usable = [each for each in found if not each.gpu.because]
     threads = max((1000 - each.granted.tenths for each in usable), default=0)
-    memory = max((each.mebibytes - each.granted.mebibytes for each in usable), default=0)
-    models = sorted({each.model for each in found})
+    memory = max((each.gpu.mebibytes - each.granted.mebibytes for each in usable), default=0)
+    models = sorted({each.gpu.model for each in found})
     wanted = {
         "gpus": f"{len(found)}",
         "healthy-gpus": f"{len(usable)}",
@@ -77,15 +74,15 @@ def annotation(gpus: Iterable[GpuState]) -> str:
         "version": 1,
         "gpus": [
             {
-                "uuid": each.uuid,
-                "index": each.position,
-                "model": each.model,
-                "because": each.because[:_LONGEST_REASON],
+                "uuid": each.gpu.uuid,
+                "index": each.gpu.position,
+                "model": each.gpu.model,
+                "because": each.gpu.because[:_LONGEST_REASON],
                 "threads": each.granted.tenths / 10,
-                "memory": [each.granted.mebibytes, each.mebibytes],
+                "memory": [each.granted.mebibytes, each.gpu.mebibytes],
                 "shares": [[share.pod, share.tenths / 10, share.mebibytes] for share in sorted(each.shares)],
             }
-            for each in sorted(gpus, key=lambda gpu: gpu.position)
+            for each in sorted(gpus, key=lambda state: state.gpu.position)
         ],
     }
     return json.dumps(state, separators=(",", ":"))

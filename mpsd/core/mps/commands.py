@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import (
-    ControlError,
     ControlGarbledError,
     ControlNoAnswerError,
     ControlUnknownCommandError,
@@ -146,23 +145,22 @@ def changes_something(line: str) -> bool:
 # -- parsing -----------------------------------------------------------------------------------------------------------
 
 
-def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
-    """Return the error for an answer that is one of the refusals that all commands share; None otherwise."""
+def check_refusal(command: str, lines: Sequence[str]) -> None:
+    """Raise ControlError for an answer that is one of the refusals that all commands share."""
     if not lines:
-        return None
+        return
     name = command.split(" ", 1)[0]
     unknown = _UNKNOWN.fullmatch(lines[0])
     if unknown is not None and unknown.group(1) == name:
         row = TABLE[name]
-        return ControlUnknownCommandError(
+        raise ControlUnknownCommandError(
             f"the control daemon does not know the command {name}",
             hint=f"use driver {row.since} or newer, which has this command, or do without it",
         )
     if _SERVER_NOT_FOUND.fullmatch(lines[0]) is not None:
-        return ServerNotFoundError(
+        raise ServerNotFoundError(
             f"the control daemon answered {lines[0]!r} to {command!r}", hint="list its servers with: mpsctl daemons"
         )
-    return None
 
 
 def garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
@@ -175,9 +173,7 @@ def garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
 
 def one_line(command: str, lines: Sequence[str]) -> str:
     """Return the single line of an answer. Raises ControlError for a refusal, for no line and for several."""
-    refused = refusal(command, lines)
-    if refused is not None:
-        raise refused
+    check_refusal(command, lines)
     if not lines:
         raise ControlNoAnswerError(
             f"the control daemon accepted {command!r} and did not answer, as it does while a server is busy",
@@ -193,9 +189,7 @@ _PID = re.compile(r" *[0-9]{1,10} *")
 
 def parse_pids(command: str, lines: Sequence[str]) -> tuple[int, ...]:
     """Parse one pid per line, or no line."""
-    refused = refusal(command, lines)
-    if refused is not None:
-        raise refused
+    check_refusal(command, lines)
     if not all(_PID.fullmatch(line) for line in lines):
         raise garbled(command, lines)
     return tuple(int(line) for line in lines)
@@ -213,9 +207,7 @@ def _parse_status(command: str, lines: Sequence[str]) -> str:
 
 
 def _parse_nothing(command: str, lines: Sequence[str]) -> None:
-    refused = refusal(command, lines)
-    if refused is not None:
-        raise refused
+    check_refusal(command, lines)
     if lines:
         raise garbled(command, lines)
 

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
-from mpsd.core.mps.commands import TABLE, Command, Lines, command, garbled, one_line, refusal
+from mpsd.core.mps.commands import TABLE, Command, Lines, check_refusal, command, garbled, one_line
 from mpsd.core.units import GIB, MIB, format_alike
 
 T = TypeVar("T")
@@ -57,9 +57,7 @@ class Setting(Generic[T]):
 
     def read_back(self, lines: Sequence[str]) -> T:
         """Return the getter's value: the last line, after any lines of the setter."""
-        refused = refusal(self.setter, lines)
-        if refused is not None:
-            raise refused
+        check_refusal(self.setter, lines)
         return self.getter.parse(lines[self._setter_lines :])
 
 
@@ -121,7 +119,7 @@ class Limit:
 
     def default_setting(self, wanted: Limits) -> Setting[LimitValue]:
         """Give the next server this limit; where none is wanted, remove the limit."""
-        setter = command(self.default_setter, (*self._device, self.grammar(wanted)), _parse_anything)
+        setter = command(self.default_setter, (*self._device, self.grammar(wanted)), check_refusal)
         return Setting(self.name, self.wanted(wanted), setter.line, self.ask_default())
 
     def ask_default(self) -> Command[LimitValue]:
@@ -133,7 +131,7 @@ class Limit:
 
         The answer of a server is not documented, and is ignored here: only `ask_server` shows the result.
         """
-        return command(self.server_setter, (server, *self._device, self.grammar(wanted)), _parse_anything)
+        return command(self.server_setter, (server, *self._device, self.grammar(wanted)), check_refusal)
 
     def ask_server(self, server: int) -> Command[LimitValue]:
         """Query the value for the next clients of a server; the answer of a busy server is empty."""
@@ -151,13 +149,6 @@ class Limit:
     @property
     def _device(self) -> tuple[int, ...]:
         return (DEVICE,) if self.of_device else ()
-
-
-def _parse_anything(command: str, lines: Sequence[str]) -> None:
-    """Accept any answer of a setter that is not a refusal."""
-    refused = refusal(command, lines)
-    if refused is not None:
-        raise refused
 
 
 # -- the active thread percentage --------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash, LetIn
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system.files import path_safety
-from mpsd.system.files.path_safety import EXECUTE, READ, WRITE, Acl
+from mpsd.system.files import acl
+from mpsd.system.files.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.files.rundir import DaemonPaths
 from mpsd.system.processes import proc, process_table
 from mpsd.system.sockets import credentials, sock_diag
@@ -87,7 +87,7 @@ class LetInRecord:
         stored = self._record.load()
         noted = stored.let_in if stored is not None and stored.process == process else None
         try:
-            now = [each.who for each in path_safety.read(self._control_socket) if each.tag == path_safety.Tag.USER]
+            now = [each.who for each in acl.read(self._control_socket) if each.tag == acl.Tag.USER]
         except OSError:
             now = []
         self._process, before = process, self.so_far
@@ -128,7 +128,7 @@ class PipeAccess:
         """Tell whether an earlier mpsd admitted no uid, as until the limits hold: it may have died before that."""
         path, closed = self._acls(Admitted())[0]
         try:
-            return path_safety.read(path) == closed
+            return acl.read(path) == closed
         except OSError:
             return False  # nothing exists yet or is readable: a start, or a check, reports it
 
@@ -211,10 +211,10 @@ class PipeAccess:
         for path, meant in self._acls(wanted):
             try:
                 # A file that is known to have another access list need not be read before it is written.
-                found = None if before.get(path, meant) != meant else path_safety.read(path)
+                found = None if before.get(path, meant) != meant else acl.read(path)
                 if found != meant:
-                    path_safety.write(path, meant)
-                    found = path_safety.read(path)
+                    acl.write(path, meant)
+                    found = acl.read(path)
             except FileNotFoundError:
                 if path in {self.paths.pipe_directory, self.paths.control_socket}:
                     return False
@@ -222,7 +222,7 @@ class PipeAccess:
             except OSError as error:
                 raise self._failed(path, meant, error.strerror or str(error)) from error
             if found != meant:
-                raise self._failed(path, meant, f"it reads back as {path_safety.text(found)}")
+                raise self._failed(path, meant, f"it reads back as {acl.text(found)}")
         self._sure = True
         return True
 
@@ -240,14 +240,14 @@ class PipeAccess:
         is_unchanged = True
         for path, meant in self._acls(self._written):
             try:
-                if path_safety.is_in_force(path, meant):
+                if acl.is_in_force(path, meant):
                     continue
-                found = path_safety.read(path)
+                found = acl.read(path)
             except FileNotFoundError:
                 is_unchanged = is_unchanged and path not in {self.paths.pipe_directory, self.paths.control_socket}
                 continue
             is_unchanged = False
-            facts = {"wanted": path_safety.text(meant), "found": path_safety.text(found)}
+            facts = {"wanted": acl.text(meant), "found": acl.text(found)}
             self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
         return is_unchanged
 
@@ -259,9 +259,7 @@ class PipeAccess:
             acls = tuple(
                 (
                     path,
-                    path_safety.public(owner, others)
-                    if users is None
-                    else path_safety.private(owner, users, others, members),
+                    acl.public(owner, others) if users is None else acl.private(owner, users, others, members),
                 )
                 for path, owner, users, members, others in (
                     (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, groups, READ | EXECUTE),
@@ -277,7 +275,7 @@ class PipeAccess:
     @staticmethod
     def _failed(path: Path, meant: Acl, because: str) -> PipeAccessError:
         return PipeAccessError(
-            f"the pipe access of {path} cannot be set to {path_safety.text(meant)}: {because}",
+            f"the pipe access of {path} cannot be set to {acl.text(meant)}: {because}",
             hint="check that its file system supports POSIX ACLs, and that mpsd's user namespace maps each uid",
             limit="enforcement.unadmitted",
         )

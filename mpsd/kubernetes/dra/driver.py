@@ -9,7 +9,6 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation, prepared
@@ -89,7 +88,7 @@ class Driver(PodLeases):
         """Leases that no container has taken yet, by lease."""
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
-        directory = Path(settings.kubelet_dir) / "plugins" / settings.driver / "claims"
+        directory = settings.kubelet_dir / "plugins" / settings.driver / "claims"
         self._devices = CdiDevices(settings.cdi_dir)
         try:
             self._store = PreparedStore(directory, self._log)
@@ -159,10 +158,8 @@ class Driver(PodLeases):
         allocated = allocation.shares(
             found, uid=uid, driver=self._settings.driver, pool=self._settings.node, gpus=self._board.gpus
         )
-        if wanted := [each.strictness for each in allocated if each.strictness is not None]:
-            attach = self._mpsd.attach()
-            for each in wanted:
-                allocation.check_strictness(each, attach)
+        if any(each.is_strict for each in allocated):
+            allocation.check_strict(self._mpsd.attach())
         claim = PreparedClaim(uid, namespace, name, allocation.pods(found), [each.share for each in allocated])
         self._store.put(claim)
         return claim
@@ -198,7 +195,7 @@ class Driver(PodLeases):
             [each["env"] for each in leases],
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],
             more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
-            socket=settings.socket,
+            socket=str(settings.socket),
             hook=settings.hook,
         )
         self._devices.put(claim.uid, content)

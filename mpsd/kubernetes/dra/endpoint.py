@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -37,7 +36,7 @@ class Endpoint(Part):
         super().__init__(program)
         self._driver = driver
         self._registered = registered
-        root, name = Path(self._settings.kubelet_dir), self._settings.driver
+        root, name = self._settings.kubelet_dir, self._settings.driver
         self._socket = Socket(root / "plugins" / name / "dra.sock", self._calls(), _THREADS)
         self._finder = Socket(root / "plugins_registry" / f"{name}-reg.sock", self._finding(), _THREADS)
 
@@ -51,9 +50,8 @@ class Endpoint(Part):
 
     def close(self) -> None:
         """End the open calls, and remove the sockets, so that kubelet notices the end."""
-        for each in (self._socket, self._finder):
-            each.close()
-            each.path.unlink(missing_ok=True)
+        self._socket.close()
+        self._finder.close()
         self._board.wake()
 
     def _miss(self, because: str) -> None:

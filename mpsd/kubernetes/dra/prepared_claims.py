@@ -1,7 +1,8 @@
 """The claims that kubelet prepared, on disk: the driver's record of each, and its CDI devices."""
 
+import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,15 @@ from mpsd.system.files import cdi_directory, encoding
 from mpsd.system.files.encoding import DamagedError
 
 _SUFFIX: Final = ".json"
+
+
+@contextlib.contextmanager
+def _storing(failure: str, hint: str) -> Iterator[None]:
+    """Raise StorageError for an operation on files that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{failure}: {error.strerror}", hint=f"{hint}; kubelet tries again") from None
 
 
 class PreparedStore:
@@ -53,58 +63,43 @@ class PreparedStore:
     def put(self, claim: PreparedClaim) -> None:
         """Store a claim; it is on the disk when this returns. Raises StorageError and then changes nothing."""
         with self._lock:
-            try:
+            with _storing(
+                f"what was prepared cannot be stored in {self._directory}", "see its disk and its permissions"
+            ):
                 encoding.store(self._path(claim.uid), claim, lasting=True)
-            except OSError as error:
-                raise self._failed(error) from None
             self._claims[claim.uid] = claim
 
     def remove(self, uid: str) -> None:
         """Forget a claim. Raises StorageError."""
         with self._lock:
-            try:
+            with _storing(
+                f"what was prepared cannot be stored in {self._directory}", "see its disk and its permissions"
+            ):
                 self._path(uid).unlink(missing_ok=True)
-            except OSError as error:
-                raise self._failed(error) from None
             self._claims.pop(uid, None)
 
     def _path(self, uid: str) -> Path:
         return self._directory / f"{uid}{_SUFFIX}"
 
-    def _failed(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"what was prepared cannot be stored in {self._directory}: {error.strerror}",
-            hint="see its disk and its permissions; kubelet tries again",
-        )
-
 
 class CdiDevices:
     """The CDI devices of prepared claims, through which containers get their leases: one file for each claim."""
 
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def put(self, claim: str, content: bytes) -> None:
         """Write the devices of a claim. Raises StorageError."""
-        try:
+        with _storing(f"the CDI device cannot be written to {self._directory}", "see cdi_dir"):
             cdi_directory.put(self._directory, prepared.device_file(claim), content)
-        except OSError as error:
-            raise StorageError(
-                f"the CDI device cannot be written to {self._directory}: {error.strerror}",
-                hint="see cdi_dir; kubelet tries again",
-            ) from None
 
     def exist(self, claim: str) -> bool:
         return (self._directory / prepared.device_file(claim)).exists()
 
     def remove(self, claim: str) -> None:
         """Remove the devices of a claim, if there are any. Raises StorageError."""
-        try:
+        with _storing(f"the CDI device cannot be removed from {self._directory}", "see cdi_dir"):
             (self._directory / prepared.device_file(claim)).unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"the CDI device cannot be removed from {self._directory}: {error.strerror}", hint="see cdi_dir"
-            ) from None
 
     def remove_all_but(self, claims: Collection[str]) -> None:
         """Remove the devices of other claims, whose record was lost; their leases are released. Raises OSError."""

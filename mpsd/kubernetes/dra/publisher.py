@@ -77,15 +77,12 @@ class Publisher(Part):
         """Bring the slice up to date. Raises MpsdError and ConflictError."""
         name = slices.slice_name(self._settings.node, self._settings.driver)
         found = self._api_server.slice(name)
-        generation = slices.generation_of(found) + 1
-        steps = Steps(self._settings.thread_step, self._settings.memory_step)
-        wanted = slices.document(self._node(), self._board.gpus.values(), steps, generation)
-        if found is not None and slices.same(found, wanted):
+        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
+        wanted = slices.document(self._node(), self._board.gpus.values(), steps, found)
+        if slices.same(found, wanted):
             return
-        if found is None:
-            taken = self._api_server.create_slice(wanted)
-        else:
-            taken = self._api_server.replace_slice(name, _over(found, wanted))
+        server = self._api_server
+        taken = server.create_slice(wanted) if found is None else server.replace_slice(name, wanted)
         if not slices.is_shared(taken):
             self._api_server.delete_slice(name)
             raise ConfigurationError(
@@ -98,7 +95,7 @@ class Publisher(Part):
         self._log.info(
             EventName.SLICE_PUBLISHED,
             slice=name,
-            generation=generation,
+            generation=slices.generation_of(wanted),
             gpus=[each.uuid for each in self._board.gpus.values() if not each.because],
             left_out={each.uuid: each.because for each in self._board.gpus.values() if each.because},
         )
@@ -110,14 +107,6 @@ class Publisher(Part):
         if any(not each.because for each in self._board.gpus.values()):
             self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
         return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
-
-
-def _over(found: Document, wanted: Document) -> Document:
-    """Return the wanted slice as the next version of an existing one; a pool cannot be moved to another node."""
-    before, metadata = found.get("metadata"), wanted["metadata"]
-    assert isinstance(metadata, dict)  # noqa: S101 - `document` made it
-    version = before.get("resourceVersion") if isinstance(before, dict) else None
-    return {**wanted, "metadata": {**metadata, **({} if version is None else {"resourceVersion": version})}}
 
 
 # -- events about pods -------------------------------------------------------------------------------------------------

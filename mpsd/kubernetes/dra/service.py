@@ -2,7 +2,7 @@
 
 import os
 
-from mpsd.core.kubernetes.settings import Report
+from mpsd.core.kubernetes.settings import When
 from mpsd.kubernetes.api_server import ApiServer, Place
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.dra.endpoint import Endpoint
@@ -18,7 +18,7 @@ def run_driver(program: Program, place: Place) -> None:
     publisher, events = Publisher(program, server), PodEvents(program, server)
     driver = Driver(program, server, events)
     threads = {"events": events.run, "board": publisher.watch, "slices": publisher.run}
-    if settings.report is not Report.NEVER:
+    if settings.report is not When.NEVER:
         threads["node"] = NodeReport(program, server).run
     Service(program, endpoints=[Endpoint(program, driver, publisher.kubelet_came)], leases=driver, threads=threads).run(
         node=settings.node, driver=settings.driver, pid=os.getpid()

@@ -13,11 +13,9 @@ from mpsd.core.doctor.finding import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system.doctor.machine import denied
-from mpsd.system.host.configuration import read_configuration
+from mpsd.system.host.configuration import USUAL, read_configuration
 from mpsd.system.processes import descriptors, process
 from mpsd.system.sockets import credentials
-
-_USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
 _UNITS: Final = ("mpsd.service", "mpsd.socket")
 
@@ -67,7 +65,7 @@ def lock_holder(runtime_dir: Path) -> Reading[int | None]:
 
 def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:
     """Read the named configuration file, or the usual one; `root` is the value of mpsd's --root."""
-    where = path or _USUAL
+    where = path or USUAL
     try:
         settings = read_configuration(path)
     except ConfigurationError as error:

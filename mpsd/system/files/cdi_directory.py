@@ -14,7 +14,7 @@ from typing import Final
 
 from mpsd.core.containers import cdi
 from mpsd.core.errors import ConfigurationError, NotPermittedError
-from mpsd.system.files import atomic_file, path_safety
+from mpsd.system.files import acl, atomic_file, path_safety
 
 DEFAULT: Final = Path("/var/run/cdi")
 """The directory that the specification names for devices that do not survive a reboot."""
@@ -44,9 +44,7 @@ def put(directory: Path, name: str, content: bytes, *, reader: int | None = None
         atomic_file.write(path, content)
         if reader not in {None, os.geteuid()}:
             # A change of owner would be wrong: the owner of the file decides what root's runtime does with it.
-            path_safety.write(
-                path, path_safety.private(path_safety.READ | path_safety.WRITE, {reader}, path_safety.READ)
-            )
+            acl.write(path, acl.private(acl.READ | acl.WRITE, {reader}, acl.READ))
     except OSError as error:
         if error.errno not in {errno.EACCES, errno.EPERM, errno.EROFS}:
             raise

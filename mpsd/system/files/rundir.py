@@ -15,7 +15,7 @@ from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Paths, Settings, Unadmitted
 from mpsd.system import retry
-from mpsd.system.files import path_safety
+from mpsd.system.files import acl, path_safety
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
 """Files that a control daemon leaves in its pipe directory (measured; the last one by 550 and later)."""
@@ -185,7 +185,7 @@ def check_acl_support(settings: Settings) -> None:
     if os.geteuid() != 0 or settings.unadmitted is not Unadmitted.DENY:
         return
     there = next(path for path in (runtime_dir, *runtime_dir.parents) if path.exists())
-    if not path_safety.is_supported(there):
+    if not acl.is_supported(there):
         raise ConfigurationError(
             f"the file system of {there} does not support POSIX ACLs, which limit pipe access to the uids"
             ' that hold a lease (enforcement.unadmitted = "deny")',

@@ -109,24 +109,17 @@ class NvmlGpus:
     is the same for as long.
     """
 
-    def __init__(
-        self,
-        library: Path | None = None,
-        *,
-        deadline: float = _DEADLINE,
-        opening: float = _OPENING,
-        patience: float = _PATIENCE,
-    ) -> None:
+    def __init__(self, library: Path | None = None) -> None:
         """`library` is NVML's path where the loader does not find it."""
         self._nvml = _Nvml(library)
         self._thread = NvmlThread("nvml")
         self._faults = _Faults(self._nvml)
         self._faults_thread = NvmlThread("nvml-faults")
-        self.deadline = deadline
+        self.deadline = _DEADLINE
         """Maximum seconds that NVML may take for each reading of one GPU."""
-        self.opening = opening
+        self.opening = _OPENING
         """Maximum seconds that NVML may take to open the driver, for which the first inventory waits."""
-        self.patience = patience
+        self.patience = _PATIENCE
         """Seconds that one call waits for faults."""
 
     async def inventory(self) -> Inventory:

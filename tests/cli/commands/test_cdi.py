@@ -18,7 +18,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.containers import cdi
-from mpsd.system.files import path_safety
+from mpsd.system.files import acl
 from tests.cli.conftest import run_mpsctl
 from tests.daemon.caller import needs_root
 from tests.daemon.helpers import is_running
@@ -167,9 +167,7 @@ class TestWrite:
     def test_reader(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
         """The uid that a claim is for may read its device."""
         path = write(node, directory, claim(holder={"claim": {"uid": 2601}})["id"])
-        assert path_safety.read(path) == path_safety.private(
-            path_safety.READ | path_safety.WRITE, {2601}, path_safety.READ
-        )
+        assert acl.read(path) == acl.private(acl.READ | acl.WRITE, {2601}, acl.READ)
 
 
 class TestList:

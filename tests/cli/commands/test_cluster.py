@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mpsd.core.kubernetes import node_state
+from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 
 KUBECTL = f"""#!{sys.executable}
@@ -26,9 +27,11 @@ if not answer.exists():
 print(answer.read_text())
 """
 
+GPU = Gpu("GPU-0", 81408, "/run/mpsd/mps/gpu0", 555, model="NVIDIA H200")
+
 GPUS = [
-    GpuState("GPU-1", 1, "NVIDIA H200", "control daemon gpu1 is held: maintenance", 81408, []),
-    GpuState("GPU-0", 0, "NVIDIA H200", "", 81408, [ShareState("uid-1", 250, 8192), ShareState("", 100, 1024)]),
+    GpuState(GPU._replace(uuid="GPU-1", position=1, because="control daemon gpu1 is held: maintenance"), []),
+    GpuState(GPU, [ShareState("uid-1", 250, 8192), ShareState("", 100, 1024)]),
 ]
 
 Call = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -2,6 +2,7 @@
 
 import json
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ class TestQuantities:
 def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, percent: int, step: int) -> None:
     """Kubernetes requires min <= default <= max <= value, min + step <= value, and multiples of the step."""
     gpu = Gpu("GPU-1", mebibytes, "/run", 550, "", 0, "M" * 200, "550.1")
-    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), 1)
+    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step))
     for device in document["spec"]["devices"]:
         for capacity in device["capacity"].values():
             value, policy = allocation.parse_quantity(capacity["value"]), capacity["requestPolicy"]
@@ -109,7 +110,7 @@ def test_devices() -> None:
     """The names of devices do not depend on leases, and the hook is present if it was requested."""
     variables = {"MPSD_LEASE": "lease-1", "MPSD_LEASE_TOKEN": "secret", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps/gpu0"}
     raw = prepared.device_document(
-        UID, [variables], shared_memory=[True], more=[{"A": "b"}], socket="/run/mpsd.sock", hook="/usr/bin/mpsctl"
+        UID, [variables], shared_memory=[True], more=[{"A": "b"}], socket="/run/mpsd.sock", hook=Path("/usr/bin/mpsctl")
     )
     (device,) = json.loads(raw)["devices"]
     assert prepared.device_id(UID, 0) == f"mpsd/share={device['name']}"
@@ -117,5 +118,5 @@ def test_devices() -> None:
     (hook,) = device["containerEdits"]["hooks"]
     assert hook["args"][1:] == ["--socket", "/run/mpsd.sock", "container", "hook", "--pod", "lease-1"]
     assert "secret" not in " ".join(hook["args"])
-    plain = prepared.device_document(UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook="")
+    plain = prepared.device_document(UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook=None)
     assert "hooks" not in json.loads(plain)["devices"][0]["containerEdits"]

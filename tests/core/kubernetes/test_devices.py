@@ -11,6 +11,7 @@ from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequest
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import Gpu, Kind, Part
 from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
+from mpsd.core.quantities import PinnedDeviceMemLimit
 
 ONE: Final = Gpu("GPU-1", 81408, "/run/mpsd/mps/gpu0", 555)
 SLICES: Final = Settings()
@@ -51,7 +52,7 @@ def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind
     """However the devices of a GPU are distributed, their shares add up to at most the GPU."""
     gpu = ONE._replace(mebibytes=mebibytes)
     offer = Offer.SLICES if kind is Kind.SLICE else Offer.MEMORY
-    settings = Settings(resources=offer, slices=slices, memory_unit=max(1, mebibytes // slices))
+    settings = Settings(resources=offer, slices=slices, memory_unit=PinnedDeviceMemLimit(max(1, mebibytes // slices)))
     left, parts = devices.count(kind, gpu, settings), []
     for each in wanted:
         if each <= left and each * 1000 >= devices.count(kind, gpu, settings):
@@ -119,4 +120,4 @@ def test_no_label(text: str) -> None:
 def test_units_that_do_not_fit(unit: int) -> None:
     """A unit of memory is neither larger than a GPU nor too small for a label of its devices."""
     with pytest.raises(ConfigurationError, match=f"units of {unit} MiB"):
-        devices.check_node([ONE], Settings(resources=Offer.MEMORY, memory_unit=unit))
+        devices.check_node([ONE], Settings(resources=Offer.MEMORY, memory_unit=PinnedDeviceMemLimit(unit)))

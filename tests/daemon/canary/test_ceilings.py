@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.simulator.devices import set_context_memory
-from mpsd.system.files import path_safety
+from mpsd.system.files import acl
 from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
 from tests.daemon.canary.helpers import (
@@ -56,11 +56,7 @@ def is_closed(node: Node) -> bool:
 
 def named(path: Path) -> list[tuple[int, int]]:
     """Return the users and groups that the access list of a file names."""
-    return [
-        (each.tag, each.who)
-        for each in path_safety.read(path)
-        if each.tag in {path_safety.Tag.USER, path_safety.Tag.GROUP}
-    ]
+    return [(each.tag, each.who) for each in acl.read(path) if each.tag in {acl.Tag.USER, acl.Tag.GROUP}]
 
 
 def test_of_a_suspicion(make_full: Callable[..., Node]) -> None:
@@ -108,7 +104,7 @@ def test_of_another_user(make_full: Callable[..., Node]) -> None:
     assert f"Uid:\t{ANN}\t" in status
     assert Path(f"/proc/{pid}/fd").stat().st_uid == 0  # no process of that user may trace it, and so take its group
     [group] = status.partition("\nGroups:\t")[2].partition("\n")[0].split()
-    assert named(control) == [(path_safety.Tag.GROUP, int(group))]
+    assert named(control) == [(acl.Tag.GROUP, int(group))]
     with pytest.raises(PermissionError):
         connect(control, uid=ANN)
     node.end(signal.SIGKILL)

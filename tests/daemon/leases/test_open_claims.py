@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.system.files.path_safety import read, text
+from mpsd.system.files.acl import read, text
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event

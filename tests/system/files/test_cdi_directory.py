@@ -11,7 +11,7 @@ import pytest
 
 from mpsd.core.containers import cdi
 from mpsd.core.errors import ConfigurationError, NotPermittedError
-from mpsd.system.files import cdi_directory, path_safety
+from mpsd.system.files import acl, cdi_directory
 from tests.daemon.caller import NOBODY, needs_root
 
 DEVICE: Final = cdi.Device("lease-0123456789", "/run/mpsd/mpsd.sock")
@@ -89,9 +89,7 @@ class TestWrite:
         directory.parent.chmod(0o711)
         path = cdi_directory.write(directory, DEVICE, CONTENT, reader=2601)
         assert path.stat().st_uid == 0
-        assert path_safety.read(path) == path_safety.private(
-            path_safety.READ | path_safety.WRITE, {2601}, path_safety.READ
-        )
+        assert acl.read(path) == acl.private(acl.READ | acl.WRITE, {2601}, acl.READ)
         assert read_as(2601, path) == CONTENT.decode()
         assert read_as(NOBODY, path).endswith("Permission denied\n")
 

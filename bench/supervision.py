@@ -61,7 +61,7 @@ def settings_through_the_pipe(control: str, root: Path) -> Iterator[Result]:
 async def _set(pipe: ControlPipe, settings: list[Setting[LimitValue]]) -> None:
     """Set, read back and compare, all in one front-end; raises if a limit does not hold."""
     conversation = Conversation()
-    pending = [conversation.set(setting) for setting in settings]
+    pending = [conversation.ask(setting) for setting in settings]
     await pipe.converse(conversation)
     for each in pending:
         each.answer  # noqa: B018 - it raises

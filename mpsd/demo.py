@@ -84,7 +84,7 @@ def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
     }
     node = (sys.executable, "-P", "-m", "mpsd", "demo", "--until-eof", f"{root}")
     with foreground.beside(node, environment) as printed:
-        if not os.read(printed, 1):
+        if not printed.read(1):
             raise InternalError("the simulated node did not start", hint=f"its log:\n{_log(root)}")
         click.echo(_IN_A_SHELL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})

@@ -5,7 +5,7 @@ This is the only module of mpsd/cli that imports rooms other than core; `mpsctl 
 
 import os
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
@@ -44,31 +44,19 @@ _OWN: Final = frozenset({0, os.geteuid()})
 """The uids whose mpsd may name files that the caller changes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The mpsd to inspect."""
+async def run(
+    api: "Api", config: Path | None, root: Path | None, checks: Collection[Check], *, fix: bool
+) -> tuple[list[Result], list[str]]:
+    """Run these checks on the node of an mpsd; with `fix`, apply the safe fixes first.
 
-    socket: Path
-    config: Path | None = None
-    root: Path | None = None
-
-
-def run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
-    """Run these checks on the node; with `fix`, apply the safe fixes first.
-
-    Returns the results and the applied fixes.
+    `config` and `root` are the arguments that this mpsd was started with, where the caller knows them. Returns the
+    results and the applied fixes.
     """
-    import asyncio
-
-    return asyncio.run(_run(api, where, checks, fix=fix))
-
-
-async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
-    observed = await _observe(api, where)
+    observed = await _observe(api, config, root)
     listener = observed.service.socket.listener
     if fix and listener is not None and listener[1] in api.trusted - _OWN:
         raise UntrustedSocketError(
-            f"--fix relies on mpsd's answer about its settings, and uid {listener[1]} listens on {where.socket}",
+            f"--fix relies on mpsd's answer about its settings, and uid {listener[1]} listens on {api.path}",
             hint=f"run mpsctl doctor --fix as uid {listener[1]}",
         )
     results = examine(checks, observed)
@@ -76,7 +64,7 @@ async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool
     if not fix or not wanted:
         return results, []
     done, failed = await _mend(observed.settings, wanted)
-    again = examine(checks, await _observe(api, where))
+    again = examine(checks, await _observe(api, config, root))
     return [failed.get((each.check.id, each.finding.subject), each) for each in again], done
 
 
@@ -103,21 +91,20 @@ async def _mend(
     return done, failed
 
 
-async def _observe(api: "Api", where: Where) -> Observed:
+async def _observe(api: "Api", config: Path | None, root: Path | None) -> Observed:
+    path = Path(api.path)
     units = await service.units()  # before the first connection: it starts an mpsd whose socket systemd listens on
-    socket = service.look_at_socket(where.socket)
+    socket = service.look_at_socket(path)
     answers, remedy = _ask(api)
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
     process = proc.process(socket.listener[0]) if believed and socket.listener and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
         process = None  # a service manager listens, and passes the socket on
     arguments_of = (
-        service.ServiceArguments()
-        if process is None
-        else service.arguments_of(process.pid, process.arguments, where.socket)
+        service.ServiceArguments() if process is None else service.arguments_of(process.pid, process.arguments, path)
     )
-    root = where.root or arguments_of.root
-    configuration = service.configuration(where.config or arguments_of.config, root)
+    root = root or arguments_of.root
+    configuration = service.configuration(config or arguments_of.config, root)
     settings = _to_judge_by(answers, configuration.settings)
     holder = service.lock_holder(settings.paths.runtime_dir)
     processes = proc.processes((arguments_of.control or settings.daemon.control,), settings.paths.runtime_dir)

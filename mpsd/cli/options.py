@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial, reduce
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
 
+from mpsd.cli.users import uid_of
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, MpsdError
 from mpsd.core.sanitize import plain
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 else:
     _Type = click.ParamType  # it is not generic before click 8.4
 
+
+T = TypeVar("T")
 
 # -- one value, and no empty one ---------------------------------------------------------------------------------------
 
@@ -64,6 +68,20 @@ _FREE: Final = "TEXT"
 """The metavar of options whose value may be empty, such as the name of a lease."""
 
 
+Adds: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+"""Adds options or arguments to the function of a command."""
+
+
+def together(*options: Adds) -> Adds:
+    """Return what adds several options, whose order in the help is this one."""
+    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
+
+
+def given(**options: T | None) -> dict[str, T]:
+    """Return the options that a user gave, for a request: mpsd has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def refuse_empty(command: click.Command) -> None:
     """Have a command, and those below it, refuse empty texts, except where any text is valid."""
     for each in command.params:
@@ -86,7 +104,7 @@ class _Notation(_Type):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
         try:
-            return self._parse(f"{value}")
+            return self._parse(f"{_FILLED.convert(value, param, ctx)}")
         except InvalidRequestError as error:
             self.fail(f"{error.detail}: {error.hint}", param, ctx)
 
@@ -104,15 +122,11 @@ def _duration(text: str, *, zero: bool = False) -> float:
     return seconds
 
 
-def _duration_or_0(text: str) -> float:
-    return _duration(text, zero=True)
-
-
 def _wait(text: str) -> float:
     if text == "forever":
         return inf
     try:
-        return _duration_or_0(text)
+        return _duration(text, zero=True)
     except InvalidRequestError as error:
         error.hint += ", or forever"
         raise
@@ -122,6 +136,13 @@ def _percentage(text: str) -> float:
     from mpsd.core.units import parse_percentage
 
     return parse_percentage(text)
+
+
+def _uid(text: str) -> int:
+    found = uid_of(text)
+    if found is None:
+        raise InvalidRequestError(f"there is no user {text!r}", hint="give a name that `getent passwd` has, or a uid")
+    return found
 
 
 _CLOCK: Final = r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?"
@@ -155,14 +176,10 @@ def parse_moment(text: str, now: datetime) -> datetime:
         ) from None
 
 
-def _moment(text: str) -> datetime:
-    return parse_moment(text, datetime.now(UTC))
-
-
 DURATION: Final = _Notation("duration", _duration)
 """Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""
 
-DURATION_OR_0: Final = _Notation("duration", _duration_or_0)
+DURATION_OR_0: Final = _Notation("duration", partial(_duration, zero=True))
 """As DURATION, or 0."""
 
 WAIT: Final = _Notation("duration", _wait)
@@ -171,7 +188,10 @@ WAIT: Final = _Notation("duration", _wait)
 PERCENTAGE: Final = _Notation("percentage", _percentage)
 """Percent, from `25` or `25%`."""
 
-MOMENT: Final = _Notation("time", _moment)
+UID: Final = _Notation("user", _uid)
+"""A uid, from the name of a user, or from a number, with or without an account here."""
+
+MOMENT: Final = _Notation("time", lambda text: parse_moment(text, datetime.now(UTC)))
 """A datetime, by `parse_moment`."""
 
 TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."

@@ -91,18 +91,12 @@ class Connection:
 
     def get(self, path: str) -> object:
         """Return the decoded JSON of a GET."""
-        return self._request("GET", path)
+        return self._document("GET", path)
 
     def text(self, path: str) -> bytes:
         """Return the text of a GET whose answer is not JSON."""
-        with self._conversation(self._deadline):
-            connection = self._send("GET", path, b"", self._deadline, None)
-            status, headers = connection.head()
-            answer = b"".join(connection.pieces(status, headers))
-            document = json.loads(answer) if status >= _ERRORS else None
-        if status >= _ERRORS:
-            raise error_of(status, document)
-        return answer
+        with self._exchange("GET", path, b"", self._deadline) as (_, pieces):
+            return b"".join(pieces)
 
     def post(
         self,
@@ -113,10 +107,10 @@ class Connection:
         meanwhile: Meanwhile | None = None,
     ) -> object:
         """Return the decoded JSON of a POST with a JSON body; it may have its own deadline."""
-        return self._request("POST", path, json.dumps(body).encode(), deadline=deadline, meanwhile=meanwhile)
+        return self._document("POST", path, json.dumps(body).encode(), deadline=deadline, meanwhile=meanwhile)
 
     def delete(self, path: str) -> None:
-        self._request("DELETE", path)
+        self._document("DELETE", path)
 
     def lines(
         self, path: str, *, silence: float = DEADLINE, meanwhile: Meanwhile | None = None
@@ -126,12 +120,7 @@ class Connection:
         The answer must begin within the deadline; after that, it may pause for at most `silence` seconds at a time.
         """
         rest = b""
-        with self._conversation(self._deadline):
-            connection = self._send("GET", path, b"", self._deadline, None)
-            status, headers = connection.head()
-            pieces = connection.pieces(status, headers)
-            if status >= _ERRORS:
-                raise error_of(status, json.loads(b"".join(pieces)))
+        with self._exchange("GET", path, b"", self._deadline) as (connection, pieces):
             while True:
                 connection.begin(silence, meanwhile)
                 piece = next(pieces, None)
@@ -141,7 +130,7 @@ class Connection:
                 for line in lines:
                     yield line.decode(), json.loads(line)
 
-    def _request(
+    def _document(
         self,
         method: str,
         path: str,
@@ -151,20 +140,31 @@ class Connection:
         meanwhile: Meanwhile | None = None,
     ) -> object:
         deadline = self._deadline if deadline is None else deadline
-        with self._conversation(deadline):
-            connection = self._send(method, path, body, deadline, meanwhile)
-            status, headers = connection.head()
-            answer = b"".join(connection.pieces(status, headers))
-            document = json.loads(answer) if answer else None
-        if status >= _ERRORS:
-            raise error_of(status, document)
-        return document
+        with self._exchange(method, path, body, deadline, meanwhile) as (_, pieces):
+            answer = b"".join(pieces)
+            return json.loads(answer) if answer else None
 
     @contextlib.contextmanager
-    def _conversation(self, deadline: float) -> Iterator[None]:
-        """Convert errors of an exchange; close a connection on which the rest of an answer may still arrive."""
+    def _exchange(
+        self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None = None
+    ) -> Iterator[tuple["_Socket", Iterator[bytes]]]:
+        """Send a request, and yield the connection and the pieces of the answer. Raises the error of that answer.
+
+        A connection on which the rest of an answer may still arrive is closed.
+        """
         try:
-            yield
+            connection = self.connect()
+            connection.begin(deadline, meanwhile)
+            head = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
+            if body:
+                head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+            connection.send("\r\n".join([*head, "", ""]).encode() + body)
+            status, headers = connection.head()
+            pieces = connection.pieces(status, headers)
+            if status >= _ERRORS:
+                answer = b"".join(pieces)
+                raise error_of(status, json.loads(answer) if answer else None)
+            yield connection, pieces
         except (OSError, EOFError, ValueError) as error:
             raise self._unanswered(error, deadline) from None
         finally:
@@ -191,16 +191,6 @@ class Connection:
                     " request took effect is unknown",
                     hint="check whether mpsd is running and what it did: mpsctl status; mpsctl leases",
                 )
-
-    def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Socket":
-        """Send a request, and return the connection for its answer."""
-        connection = self.connect()
-        connection.begin(deadline, meanwhile)
-        lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
-        if body:
-            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        connection.send("\r\n".join([*lines, "", ""]).encode() + body)
-        return connection
 
 
 def segment(text: str) -> str:
@@ -320,12 +310,10 @@ class _Socket:
 
     def head(self) -> tuple[int, dict[bytes, bytes]]:
         """Return status and headers of the next answer."""
-        status = self._status()
-        headers = self._headers()
-        while 100 <= status < 200:  # noqa: PLR2004 - interim answers
-            status = self._status()
-            headers = self._headers()
-        return status, headers
+        while True:
+            status, headers = self._status(), self._headers()
+            if not 100 <= status < 200:  # noqa: PLR2004 - interim answers
+                return status, headers
 
     def pieces(self, status: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
         """Yield the body of the answer as it arrives, to its end."""

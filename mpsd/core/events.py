@@ -217,6 +217,8 @@ class EventName(StrEnum):
     LINES_LEFT_OUT = ("lines_left_out", "warning", "uid lines left_out because",
         "A uid has caused more lines than its share; the rest are counted.",
         "{left_out} lines are not shown: {because}")
+    RESOURCE_LACKING = ("resource_lacking", "error", "daemon? because left_out?",
+        "mpsd has no free descriptor, or no memory, for one of its periodic checks, and repeats it.", "{because}")
     LISTENER_STUCK = ("listener_stuck", "error", "because", "mpsd cannot accept connections.",
         "mpsd accepts no connections: {because}")
     STORE_FULL = ("store_full", "error", "because", "Leases, events or ends of clients cannot be stored.",
@@ -229,6 +231,9 @@ class EventName(StrEnum):
     HISTORY_NOT_STORED = ("history_not_stored", "error", "because",
         "Samples of the history cannot be stored; sums of grants stay complete.",
         "the history of granted and held amounts is not stored: {because}")
+    HISTORY_NOT_PRUNED = ("history_not_pruned", "error", "because",
+        "Old samples of the history cannot be removed; mpsd tries again each minute.",
+        "old samples of the history cannot be removed: {because}")
     HISTORY_STORED = ("history_stored", "info", "", "Samples of the history can be stored again.",
         "the history of granted and held amounts is stored again")
     EVENTS_LOST = ("events_lost", "error", "because", "The events before this one are lost.", "{because}")

@@ -35,7 +35,7 @@ def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, .
     for each in rows():
         section, name = each.key.split(".")
         if getattr(getattr(old, section), name) != getattr(getattr(new, section), name):
-            (applied if each.reload else waiting).append(each.key)
+            (waiting if each.restart else applied).append(each.key)
     if old.quota != new.quota:
         applied.append("quota")
     return tuple(applied), tuple(waiting)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeVar, assert_never, cast
+from typing import Any, Final, TypeVar, cast
 
 from mpsd.core import setting_parsers
 from mpsd.core.model import Limits, ViolationKind
@@ -19,6 +19,7 @@ from mpsd.core.setting_parsers import UserNames
 from mpsd.core.units import MIB
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 
 
 class Layout(StrEnum):
@@ -85,9 +86,24 @@ class LogFormat(StrEnum):
     TEXT = "text"
 
 
-def row(default: T, parse: Callable[[object], T], help_: str, *, unit: str = "", reload: bool = False) -> T:
-    """Declare a setting: a dataclass field that carries its own parser and documentation."""
-    return field(default=default, metadata={"parse": parse, "help": help_, "unit": unit, "reload": reload})
+def row(default: T, parse: Callable[[object], T], help_: str, *, unit: str = "", restart: bool = False) -> T:
+    """Declare a setting: a dataclass field that carries its own parser and documentation.
+
+    A reload applies it, unless it takes effect only when mpsd is restarted.
+    """
+    return field(default=default, metadata={"parse": parse, "help": help_, "unit": unit, "restart": restart})
+
+
+def duration_row(default: float, help_: str, *, restart: bool = False) -> float:
+    return row(default, setting_parsers.seconds, help_, unit="s", restart=restart)
+
+
+def count_row(default: int, help_: str, *, restart: bool = False) -> int:
+    return row(default, setting_parsers.count, help_, restart=restart)
+
+
+def choice_row(default: E, help_: str, *, restart: bool = False) -> E:
+    return row(default, setting_parsers.choice(type(default)), help_, restart=restart)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -102,14 +118,16 @@ class Paths:
         setting_parsers.path,
         "Directory of the API socket, the lock, and one pipe directory per control daemon. It must be on a"
         " local file system.",
+        restart=True,
     )
     state_dir: Path = row(
-        Path("/var/lib/mpsd"), setting_parsers.path, "Directory of the data that must survive a reboot."
+        Path("/var/lib/mpsd"), setting_parsers.path, "Directory of the data that must survive a reboot.", restart=True
     )
     log_dir: Path = row(
         Path("/var/log/mpsd"),
         setting_parsers.path,
         "Directory of the logs: one subdirectory per control daemon, with NVIDIA's control.log and server.log.",
+        restart=True,
     )
 
 
@@ -121,40 +139,34 @@ class Api:
         None,
         setting_parsers.optional_path,
         "Path of the API's unix socket; by default, mpsd.sock in `paths.runtime_dir`.",
+        restart=True,
     )
     mode: int = row(
         0o666,
         setting_parsers.octal_mode,
         "Permissions of the socket. The uid of a peer decides what it may do, not these permissions.",
         unit="octal",
+        restart=True,
     )
-    group: str = row("", setting_parsers.text, "Group that owns the socket.")
-    connections_per_uid: int = row(
-        256, setting_parsers.count, "Maximum number of open connections per uid.", reload=True
+    group: str = row("", setting_parsers.text, "Group that owns the socket.", restart=True)
+    connections_per_uid: int = count_row(256, "Maximum number of open connections per uid.")
+    requests_per_uid: int = count_row(
+        128, "Maximum number of requests in flight per uid, including requests that wait."
     )
-    requests_per_uid: int = row(
-        128,
-        setting_parsers.count,
-        "Maximum number of requests in flight per uid, including requests that wait.",
-        reload=True,
+    header_deadline: float = duration_row(
+        10.0, "How long a connection may take to send a complete request.", restart=True
     )
-    header_deadline: float = row(
-        10.0, setting_parsers.seconds, "How long a connection may take to send a complete request.", unit="s"
-    )
-    events: int = row(10_000, setting_parsers.count, "Number of events that are kept.")
-    events_age: float = row(604_800.0, setting_parsers.seconds, "How long events are kept.", unit="s")
-    lines_per_uid: int = row(
+    events: int = count_row(10_000, "Number of events that are kept.", restart=True)
+    events_age: float = duration_row(604_800.0, "How long events are kept.", restart=True)
+    lines_per_uid: int = count_row(
         100,
-        setting_parsers.count,
         "Maximum number of log lines and events per minute, averaged over ten minutes, about the requests and leases of"
         " one uid. Further ones are counted in `lines_left_out`.",
-        reload=True,
     )
     open: bool = row(
         False,
         setting_parsers.flag,
         "Show every user the leases of all users, not only the sums of other users' leases.",
-        reload=True,
     )
 
 
@@ -166,20 +178,20 @@ class ControlDaemon:
         "nvidia-cuda-mps-control",
         setting_parsers.text,
         "NVIDIA's control program: a path, or a name that is looked up in PATH.",
+        restart=True,
     )
     driver_root: Path | None = row(
         None,
         setting_parsers.optional_path,
         "Root directory that contains NVIDIA's driver, for example one of a driver container. Absent: this"
         " system's own root, otherwise /run/nvidia/driver, /driver-root or /usr/local/nvidia.",
+        restart=True,
     )
-    users: Users = row(
+    users: Users = choice_row(
         Users.ONE,
-        setting_parsers.choice(Users),
         "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server, which the"
         " control programs of drivers 555 and 580 know; mpsd refuses `many` where it does not). Takes effect when the"
         " control daemon next starts, after its leases and clients have ended.",
-        reload=True,
     )
     capabilities: tuple[str, ...] = row(
         (),
@@ -187,70 +199,42 @@ class ControlDaemon:
         "Further capabilities of control daemons and their servers, such as `SYS_PTRACE`, beside CHOWN, KILL, MKNOD,"
         " SETGID and SETUID. mpsd can give them only capabilities that it has itself; with `users` = `many`, it gives"
         " them all of its own. Takes effect when the control daemon next starts.",
-        reload=True,
     )
     # No code reads this row: there is one layout. Its name stays in the contract, and in the file, for a second one.
-    layout: Layout = row(
-        Layout.PER_GPU,
-        setting_parsers.choice(Layout),
-        "How control daemons are assigned to GPUs: one control daemon for each GPU.",
+    layout: Layout = choice_row(
+        Layout.PER_GPU, "How control daemons are assigned to GPUs: one control daemon for each GPU.", restart=True
     )
-    compute_mode: WantedComputeMode = row(
+    compute_mode: WantedComputeMode = choice_row(
         WantedComputeMode.LEAVE,
-        setting_parsers.choice(WantedComputeMode),
         "`leave` does not change the GPU's compute mode. `exclusive-process` sets that mode (needs root),"
         " which keeps out processes that bypass MPS, and restores the previous mode afterwards.",
-        reload=True,
     )
-    start_deadline: float = row(
-        10.0,
-        setting_parsers.seconds,
-        "How long a new control daemon may take to open its socket before it is killed and counted as a death.",
-        unit="s",
-        reload=True,
+    start_deadline: float = duration_row(
+        10.0, "How long a new control daemon may take to open its socket before it is killed and counted as a death."
     )
-    answer_deadline: float = row(
-        3.0, setting_parsers.seconds, "Time limit for one conversation with a control daemon.", unit="s", reload=True
-    )
-    canary_deadline: float = row(
+    answer_deadline: float = duration_row(3.0, "Time limit for one conversation with a control daemon.")
+    canary_deadline: float = duration_row(
         20.0,
-        setting_parsers.seconds,
         "How long a canary may take to answer: a client that mpsd starts to test whether a suspect server still serves"
         " clients. After a canary without an answer, mpsd admits no request on that GPU.",
-        unit="s",
-        reload=True,
     )
-    client_silence: float = row(
+    client_silence: float = duration_row(
         120.0,
-        setting_parsers.seconds,
         "How long a client may be connected without memory on the GPU before mpsd tests by a canary whether its server"
         " still serves clients. A program that creates its context late causes such a test, without harm.",
-        unit="s",
-        reload=True,
     )
-    probe_interval: float = row(
-        15.0,
-        setting_parsers.seconds,
-        "Time between two liveness probes of a quiet control daemon.",
-        unit="s",
-        reload=True,
-    )
-    deaths: int = row(
+    probe_interval: float = duration_row(15.0, "Time between two liveness probes of a quiet control daemon.")
+    deaths: int = count_row(
         5,
-        setting_parsers.count,
         "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`. Crashes that"
         " another uid than root may have caused do not count.",
-        reload=True,
     )
-    death_window: float = row(
-        60.0, setting_parsers.seconds, "How long a death counts towards `daemon.deaths`.", unit="s", reload=True
-    )
+    death_window: float = duration_row(60.0, "How long a death counts towards `daemon.deaths`.")
     log_size: int = row(
         16 * MIB,
         setting_parsers.size,
         "Size that NVIDIA's control.log and server.log may each reach before their older half is removed.",
         unit="bytes",
-        reload=True,
     )
 
 
@@ -263,14 +247,12 @@ class DefaultLimits:
         setting_parsers.percentage,
         "Percentage of the GPU's threads that a client may use, in steps of 0.1.",
         unit="%",
-        reload=True,
     )
     pinned_device_mem_limit: PinnedDeviceMemLimit | None = row(
         None,
         setting_parsers.mem_limit,
         "Device memory that each client process may use. Absent: no limit.",
         unit="bytes",
-        reload=True,
     )
 
 
@@ -284,52 +266,36 @@ class Enforcement:
         "Share of a process without a lease: next to nothing (`deny`), the values of [limits]"
         " (`defaults`), or everything (`allow`). Absent: `defaults` if [limits] sets anything, otherwise"
         " `deny`.",
-        reload=True,
     )
-    attach: Attach = row(
+    attach: Attach = choice_row(
         Attach.ANYTIME,
-        setting_parsers.choice(Attach),
         "When clients of a lease may attach: as long as the lease lives, under the largest limits of all leases on"
         " the GPU (`anytime`); or one lease after another, each under exactly its own limits (`strict`).",
-        reload=True,
     )
-    on_violation: OnViolation = row(
+    on_violation: OnViolation = choice_row(
         OnViolation.REPORT,
-        setting_parsers.choice(OnViolation),
         "Action when a process violates its lease: log an event (`report`), or also end the process"
         " (`terminate`). [violations] sets the action for each kind of violation.",
-        reload=True,
     )
-    grace: float = row(
+    grace: float = duration_row(
         10.0,
-        setting_parsers.seconds,
         "How long mpsd waits after SIGTERM for a process to exit, before the next step: SIGKILL, or terminate_client"
         " for a lease with `stop` = `sigterm`.",
-        unit="s",
-        reload=True,
     )
-    terminate_deadline: float = row(
+    terminate_deadline: float = duration_row(
         120.0,
-        setting_parsers.seconds,
         "How long a server may take to end the contexts of a client (terminate_client). It ends them once the client's"
         " work on the GPU has ended. Grants on that GPU wait meanwhile.",
-        unit="s",
-        reload=True,
     )
-    on_expiry: OnExpiry = row(
+    on_expiry: OnExpiry = choice_row(
         OnExpiry.LEAVE,
-        setting_parsers.choice(OnExpiry),
         "Action when a lease with clients expires: end the lease, so that its clients continue without one (`leave`),"
         " or end its clients first and the lease with the last of them (`terminate`).",
-        reload=True,
     )
-    attach_window: float = row(
+    attach_window: float = duration_row(
         60.0,
-        setting_parsers.seconds,
         "How long a lease's turn lasts in `strict` mode. It ends earlier when the limits of all of the lease's clients"
         " have bound.",
-        unit="s",
-        reload=True,
     )
     limits_bind: Binds | None = row(
         None,
@@ -337,67 +303,35 @@ class Enforcement:
         "When a server's limits bind a client, for `strict` mode: when the server lists it (`connect`), or when NVML"
         " shows memory of it (`context`). Absent: `connect` on driver 580, where this was measured, and `context` on"
         " others.",
-        reload=True,
     )
 
-    crashes: int = row(
+    crashes: int = count_row(
         2,
-        setting_parsers.count,
         "Number of crashes of control daemons within `enforcement.crash_window` after which mpsd quarantines a uid. The"
         " uid had pipe access at each of these crashes, and was the only uid with pipe access at one of them.",
-        reload=True,
     )
-    crash_window: float = row(
-        3600.0,
-        setting_parsers.seconds,
-        "How long a crash of a control daemon counts against the uids that had pipe access.",
-        unit="s",
-        reload=True,
+    crash_window: float = duration_row(
+        3600.0, "How long a crash of a control daemon counts against the uids that had pipe access."
     )
+
+
+def _action(help_: str) -> OnViolation | None:
+    return row(None, setting_parsers.choice(OnViolation), f"Action for {help_} Absent: `enforcement.on_violation`.")
 
 
 @dataclass(frozen=True, slots=True)
 class Violations:
     """The action for each kind of violation; absent: enforcement.on_violation."""
 
-    no_lease: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for a client that no lease admitted, with `enforcement.unadmitted` = `deny`. Absent:"
-        " `enforcement.on_violation`.",
-        reload=True,
+    no_lease: OnViolation | None = _action("a client that no lease admitted, with `enforcement.unadmitted` = `deny`.")
+    processes: OnViolation | None = _action("a client that exceeds the number of processes of its lease.")
+    memory: OnViolation | None = _action("processes that hold more memory than their lease grants.")
+    lingers: OnViolation | None = _action(
+        "a client that does not exit within `enforcement.grace` after its server met a fatal fault."
     )
-    processes: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for a client that exceeds the number of processes of its lease. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    memory: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for processes that hold more memory than their lease grants. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    lingers: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for a client that does not exit within `enforcement.grace` after its server met a fatal"
-        " fault. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    outside: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for a process with a lease that runs on its GPU outside MPS. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    quarantined: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Action for a uid that is quarantined: keep it out (`report`), or also end its leases and clients"
-        " (`terminate`). Absent: `enforcement.on_violation`.",
-        reload=True,
+    outside: OnViolation | None = _action("a process with a lease that runs on its GPU outside MPS.")
+    quarantined: OnViolation | None = _action(
+        "a uid that is quarantined: keep it out (`report`), or also end its leases and clients (`terminate`)."
     )
 
 
@@ -410,65 +344,41 @@ class Admission:
         setting_parsers.factor,
         "Maximum sum of the threads that are granted on a GPU, as a multiple of 100 %.",
         unit="factor",
-        reload=True,
     )
     memory_reserve: int = row(
-        512 * MIB, setting_parsers.size, "Memory of each GPU that is never granted.", unit="bytes", reload=True
+        512 * MIB, setting_parsers.size, "Memory of each GPU that is never granted.", unit="bytes"
     )
-    queue_length: int = row(
-        1000, setting_parsers.count, "Maximum number of requests that wait at the same time.", reload=True
-    )
-    queue_per_uid: int = row(
-        128, setting_parsers.count, "Maximum number of requests of one uid that wait at the same time.", reload=True
-    )
-    leases: int = row(
-        20_000,
-        setting_parsers.count,
-        "Maximum number of leases on the node, including requests that wait.",
-        reload=True,
-    )
-    hang_up_grace: float = row(
+    queue_length: int = count_row(1000, "Maximum number of requests that wait at the same time.")
+    queue_per_uid: int = count_row(128, "Maximum number of requests of one uid that wait at the same time.")
+    leases: int = count_row(20_000, "Maximum number of leases on the node, including requests that wait.")
+    hang_up_grace: float = duration_row(
         30.0,
-        setting_parsers.seconds,
         "How long the place in the queue is kept for a caller whose connection was closed or lost; a"
         " request with the same request_id resumes it.",
-        unit="s",
-        reload=True,
     )
-    hang_ups_per_uid: int = row(
+    hang_ups_per_uid: int = count_row(
         64,
-        setting_parsers.count,
         "Maximum number of requests of one uid that are kept for callers whose connection was closed or lost; further"
         " ones end at once.",
-        reload=True,
     )
     claim_deadline: float = row(
         60.0,
         setting_parsers.positive,
         "How long a claimed lease waits for its first holder, where the request names no deadline; then it ends.",
         unit="s",
-        reload=True,
     )
-    usage_half_life: float = row(
-        3600.0,
-        setting_parsers.seconds,
-        "Time after which a user's past usage counts half when the queue is ordered.",
-        unit="s",
+    usage_half_life: float = duration_row(
+        3600.0, "Time after which a user's past usage counts half when the queue is ordered.", restart=True
     )
-    patience: float = row(
+    patience: float = duration_row(
         300.0,
-        setting_parsers.seconds,
         "How long the first request in the queue can be overtaken by requests of users with less past"
         " usage. After that, nothing overtakes it.",
-        unit="s",
-        reload=True,
     )
-    placement: Placement = row(
+    placement: Placement = choice_row(
         Placement.BEST_FIT,
-        setting_parsers.choice(Placement),
         "GPU that is chosen if a request names none: the fullest one that fits (`best-fit`) or the emptiest"
         " (`spread`).",
-        reload=True,
     )
 
 
@@ -480,28 +390,23 @@ class Roles:
     counts only outside containers (`daemon.http.peer`).
     """
 
-    observers: tuple[str, ...] = row(
-        (), setting_parsers.names, "Users and %groups that may read; `*` means all users.", reload=True
-    )
+    observers: tuple[str, ...] = row((), setting_parsers.names, "Users and %groups that may read; `*` means all users.")
     users: tuple[str, ...] = row(
         ("*",),
         setting_parsers.names,
         "Users and %groups that may read, take out leases, and end their own leases; `*` means all users.",
-        reload=True,
     )
     operators: tuple[str, ...] = row(
         (),
         setting_parsers.names,
         "Users and %groups that may also hold, drain (without a timeout) and resume control daemons, from inside a"
         " container too; `*` means all users.",
-        reload=True,
     )
     admins: tuple[str, ...] = row(
         (),
         setting_parsers.names,
         "Users and %groups that may do everything, including ending the leases of others, except from inside a"
         " container; `*` means all users.",
-        reload=True,
     )
 
 
@@ -536,26 +441,15 @@ class Quota:
 class History:
     """The retention of the history of granted and held amounts."""
 
-    seconds: float = row(
-        3600.0, setting_parsers.seconds, "Time for which samples of a second are kept.", unit="s", reload=True
-    )
-    minutes: float = row(
-        604_800.0, setting_parsers.seconds, "Time for which samples of a minute are kept.", unit="s", reload=True
-    )
-    hours: float = row(
-        31_622_400.0,
-        setting_parsers.seconds,
-        "Time for which samples of an hour, and ended leases, are kept.",
-        unit="s",
-        reload=True,
-    )
+    seconds: float = duration_row(3600.0, "Time for which samples of a second are kept.")
+    minutes: float = duration_row(604_800.0, "Time for which samples of a minute are kept.")
+    hours: float = duration_row(31_622_400.0, "Time for which samples of an hour, and ended leases, are kept.")
     size: int = row(
         64 * MIB,
         setting_parsers.size,
         "Maximum size on disk: a quarter for the samples of each length, and a quarter for leases. Beyond that, mpsd"
         " removes the oldest before their time.",
         unit="bytes",
-        reload=True,
     )
 
 
@@ -563,10 +457,10 @@ class History:
 class Log:
     """mpsd's own log, on stderr."""
 
-    format: LogFormat = row(
+    format: LogFormat = choice_row(
         LogFormat.AUTO,
-        setting_parsers.choice(LogFormat),
         "`json`, `text`, or `auto`: text on a terminal, structured fields in systemd's journal, and JSON elsewhere.",
+        restart=True,
     )
 
 
@@ -579,12 +473,12 @@ class Metrics:
         setting_parsers.optional_address,
         "Numeric address and port on which mpsd offers `/metrics` over TCP, such as `127.0.0.1:9410` or `[::]:9410`."
         " Empty: no TCP listener. All processes that can connect to it can read the metrics.",
+        restart=True,
     )
     users: bool = row(
         False,
         setting_parsers.flag,
         "Whether the metrics on TCP include those about individual users: their leases and clients, by uid.",
-        reload=True,
     )
 
 
@@ -620,25 +514,12 @@ class Settings:
 
     def on_violation(self, kind: ViolationKind) -> OnViolation:
         """Return the action against a process that commits a violation of this kind."""
-        match kind:  # mypy checks that this is complete: a new kind needs a row in [violations]
-            case ViolationKind.NO_LEASE:
-                own = self.violations.no_lease
-            case ViolationKind.PROCESSES:
-                own = self.violations.processes
+        match kind:
             case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither proves misuse
                 return OnViolation.REPORT
-            case ViolationKind.MEMORY:
-                own = self.violations.memory
-            case ViolationKind.LINGERS:
-                own = self.violations.lingers
-            case ViolationKind.OUTSIDE:
-                own = self.violations.outside
-            case ViolationKind.QUARANTINED:
-                own = self.violations.quarantined
             case ViolationKind.USER:  # the process belongs to another user, so the lease must not end it
                 return OnViolation.REPORT
-            case _:
-                assert_never(kind)
+        own: OnViolation | None = getattr(self.violations, kind)
         return own or self.enforcement.on_violation
 
     @property
@@ -665,7 +546,8 @@ class SettingRow:
     default: object
     unit: str
     help: str
-    reload: bool
+    restart: bool
+    """Whether it takes effect only when mpsd is restarted."""
     parse: Callable[[object], object] = field(repr=False)
     """Converts a value of TOML to the setting's type. Raises ValueError or InvalidRequestError."""
 
@@ -692,7 +574,7 @@ def rows_of(section: str, kind: type[Any]) -> Iterator[SettingRow]:
     """Yield the rows of a section, of a quota, or of a table without sections."""
     for each in fields(kind):
         extra, key = each.metadata, key_of(section, each.name)
-        yield SettingRow(key, each.default, extra["unit"], extra["help"], extra["reload"], extra["parse"])
+        yield SettingRow(key, each.default, extra["unit"], extra["help"], extra["restart"], extra["parse"])
 
 
 def rows() -> Iterator[SettingRow]:

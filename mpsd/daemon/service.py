@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mpsd.core import roles
 from mpsd.core.admission.ledger import Ledger
@@ -21,12 +21,14 @@ from mpsd.core.reload import LiveSettings, ReloadResult
 from mpsd.core.settings import Settings
 from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, stored_usage
 from mpsd.daemon.accounting.accountant import Accountant
-from mpsd.daemon.api.server import Api
+from mpsd.daemon.api.dispatcher import Dispatcher
+from mpsd.daemon.api.routes import ROUTES, Handlers
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.ends.steps import EndStore
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
+from mpsd.daemon.http.listener import Listener
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
@@ -53,6 +55,9 @@ from mpsd.system.mps import control_flags
 from mpsd.system.mps.canary import CanaryProgram
 from mpsd.system.mps.control_pipe import ControlProgram
 from mpsd.system.sockets import listeners
+
+_SHUTDOWN: Final = 1.0
+"""Seconds that the answers in progress may take when mpsd ends."""
 
 
 class StopDaemons(StrEnum):
@@ -214,12 +219,12 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     # End: 1. callers at a socket of the manager are left to the next mpsd; 2. no new grants; 3. a drain, while the API
     # still answers; 4. the socket's name goes; 5. the last event, and only then the followers' connections;
     # 6. control daemons that end at once.
-    settings = plan.settings
     notifier = ServiceNotifier(plan.manager, node, log)
     reload = partial(_reload, plan, node, notifier, log, asyncio.Lock())
     collector = Collector(node, log)
-    api = Api(node, events, accountant, collector, log=log, reload=reload)
-    listener, withdraw = _listen(plan, log)
+    listening, withdraw = _listen(plan, log)
+    dispatcher = Dispatcher(ROUTES, Handlers(node, events, accountant, collector, reload), node.settings, log)
+    api = Listener(dispatcher.receive, listening, node.settings, log)
     over, at_once, hang_up = _heed_signals()
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
@@ -231,9 +236,9 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
-                await node.control_daemons.until_known(settings.daemon.answer_deadline)
-            serving = group.create_task(api.serve(listener))
-            log.info(EventName.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
+                await node.control_daemons.until_known(plan.settings.daemon.answer_deadline)
+            serving = group.create_task(api.run())
+            log.info(EventName.API_LISTENING, socket=str(plan.settings.socket), mode=f"{plan.settings.api.mode:04o}")
             await asyncio.sleep(0)
             notifier.ready()
             plan.announce()
@@ -251,19 +256,19 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             log.info(EventName.NODE_STOPPED, because="mpsd ends, and has no more events; the next one has")
             events.close()
             serving.cancel()
-            await api.close()
+            await api.empty(_SHUTDOWN)
             if plan.stop_daemons is StopDaemons.AT_ONCE:
                 await node.control_daemons.stop(force=True)
-            left = sum(each.process is not None for each in node.control_daemons.all())
+            left = [each.process is not None for each in node.control_daemons.all()]
             for each in tasks:
                 each.cancel()
-        notifier.ended(left, of=len(node.control_daemons.all()))
-        plan.farewell(left, len(node.control_daemons.all()))
+        notifier.ended(sum(left), of=len(left))
+        plan.farewell(sum(left), len(left))
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop
         withdraw()
-        await api.close()
-        listener.close()
+        await api.empty(_SHUTDOWN)
+        listening.close()
         plan.manager.close()
 
 

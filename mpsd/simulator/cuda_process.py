@@ -1,5 +1,6 @@
 """The use of CUDA by one process on simulated GPUs, through MPS or without it, and its contexts."""
 
+import contextlib
 import json
 import os
 import select
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpsd.simulator.cuda import CudaError, Pinned, pinned
-from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, there
+from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, Setting, there
 
 _SOCKET: Final = "simulated_clients"
 _PACKET: Final = 1 << 18
@@ -74,7 +75,7 @@ class CudaProcess:
     @property
     def attributes(self) -> dict[str, bool]:
         """Whether it uses MPS, as `mps`; empty before CUDA is initialised, and where the driver does not tell."""
-        is_known = self._device is not None and self._device.has_mps_attribute
+        is_known = self._device is not None and self._device.setting(Setting.NO_MPS_ATTRIBUTE) is None
         return {"mps": self.server is not None} if is_known else {}
 
     # -- contexts --
@@ -228,10 +229,8 @@ class CudaProcess:
 
     def _say(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
-            try:
+            with contextlib.suppress(ConnectionError):  # the server is gone, and the next read reports that
                 self._connection.send(json.dumps(message).encode())
-            except ConnectionError:
-                return  # the server is gone, and the next read reports that
 
     @staticmethod
     def _receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -78,7 +78,7 @@ def handmade_percentage(value: str, wanted: int) -> Setting[LimitValue]:
 async def put(door: ControlPipe, setting: Setting[LimitValue]) -> None:
     """Set, read back and compare, in a separate conversation."""
     conversation = Conversation()
-    pending = conversation.set(setting)
+    pending = conversation.ask(setting)
     await door.converse(conversation)
     pending.answer  # noqa: B018 - it raises when the limit does not hold
 
@@ -101,7 +101,7 @@ def test_every_percentage_holds(bench: Bench) -> None:
 
     async def test() -> None:
         conversation = Conversation()
-        pending = {tenths: conversation.set(percentage(tenths)) for tenths in range(1, 1001)}
+        pending = {tenths: conversation.ask(percentage(tenths)) for tenths in range(1, 1001)}
         await bench.door().converse(conversation)
         assert {tenths: answer.answer for tenths, answer in pending.items()} == {each: each for each in pending}
 
@@ -117,7 +117,7 @@ def test_memory_limits_hold(bench: Bench) -> None:
         pending = []
         for value in values:
             expected = None if value is None else PinnedDeviceMemLimit(value).as_reported.bytes
-            pending.append((conversation.set(limit(value)), expected))
+            pending.append((conversation.ask(limit(value)), expected))
             pending.append((conversation.ask(PINNED_DEVICE_MEM_LIMIT.ask_default()), expected))
         await bench.door().converse(conversation)
         assert [answer.answer for answer, _ in pending] == [expected for _, expected in pending]
@@ -151,7 +151,7 @@ def test_refused_values_never_reach_the_pipe(bench: Bench, tmp_path: Path) -> No
         conversation = Conversation()
         for bad in REFUSED_BEFORE.values():
             with pytest.raises(InvalidRequestError):
-                conversation.set(bad())  # type: ignore[arg-type]
+                conversation.ask(bad())  # type: ignore[arg-type]
         with pytest.raises(MpsdError):
             gpus.select(inventory.gpus, GPU)
         conversation.ask(GET_PERCENTAGE)
@@ -210,9 +210,9 @@ def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
 
     async def test() -> None:
         conversation = Conversation()
-        ignored = conversation.set(handmade_limit("32", "1G", gigabyte))
-        held = conversation.set(limit(1024))
-        shares = [conversation.set(percentage(tenths)) for tenths in (100, 200)]
+        ignored = conversation.ask(handmade_limit("32", "1G", gigabyte))
+        held = conversation.ask(limit(1024))
+        shares = [conversation.ask(percentage(tenths)) for tenths in (100, 200)]
         await bench.door().converse(conversation)
         assert [each.answer for each in shares] == [100, 200]
         with pytest.raises((LimitNotHeldError, ControlUnknownCommandError)):
@@ -265,7 +265,7 @@ def test_64_askers(bench: Bench) -> None:
         async def ask(number: int) -> None:
             conversation = Conversation()
             unknown = conversation.ask(commands.get_client_list(1000 + number))
-            share = conversation.set(percentage(10 + number))
+            share = conversation.ask(percentage(10 + number))
             await door.converse(conversation)
             assert share.answer == 10 + number
             with pytest.raises(ServerNotFoundError, match=f"Server {1000 + number} not found"):
@@ -286,7 +286,7 @@ def test_a_long_conversation(bench: Bench) -> None:
         shares, servers, lists = [], [], []
         for number in range(200):
             lists.append(conversation.ask(commands.get_server_list()))
-            shares.append(conversation.set(percentage(number + 1)))
+            shares.append(conversation.ask(percentage(number + 1)))
             servers.append(conversation.ask(commands.get_client_list(number + 1000)))
         await bench.door().converse(conversation)
         assert [each.answer for each in lists] == [()] * 200
@@ -425,7 +425,7 @@ def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
 
     async def test() -> None:
         conversation = Conversation()
-        last = [conversation.set(percentage(number % 1000 + 1)) for number in range(20_000)][-1]
+        last = [conversation.ask(percentage(number % 1000 + 1)) for number in range(20_000)][-1]
 
         async def kill() -> None:
             await eventually(

@@ -13,8 +13,9 @@ from mpsd.core import reload
 from mpsd.core import settings as table
 from mpsd.core.configuration.document import document, effective, from_mapping, parse
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.model import ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Placement, Settings
+from mpsd.core.settings import OnViolation, Placement, Settings
 
 ROWS: Final = {each.key: each for each in table.rows()}
 
@@ -241,6 +242,17 @@ def test_what_is_told_is_what_is_printed(settings: Settings) -> None:
         assert place == {name: value for name, value in values.items() if value is not None}
 
 
+def test_every_kind_of_violation_has_its_action() -> None:
+    """A kind has a row in [violations], unless no process may be ended for it."""
+    own = {row.removeprefix("violations.") for row in ROWS if row.startswith("violations.")}
+    settings = parse('[enforcement]\non_violation = "terminate"')
+    ending = {kind for kind in ViolationKind if settings.on_violation(kind) is OnViolation.TERMINATE}
+    assert ending == own == {*ViolationKind} - {"limits", "short", "user"}
+    assert all(
+        parse(f'[violations]\n{kind} = "terminate"').on_violation(kind) is OnViolation.TERMINATE for kind in ending
+    )
+
+
 def test_every_setting_has_its_meaning_in_print() -> None:
     """Every row of the table is printed with its help, also one that is absent by default."""
     printed = document(Settings())
@@ -260,8 +272,8 @@ def test_every_setting_has_its_meaning_in_print() -> None:
 def test_reload(old: Settings, new: Settings) -> None:
     """A reload applies the reloadable settings, keeps the others, and names both; afterwards only the others differ."""
     applied, waiting = reload.changed(old, new)
-    assert all(key == "quota" or ROWS[key].reload for key in applied)
-    assert not any(ROWS[key].reload for key in waiting)
+    assert not any(key != "quota" and ROWS[key].restart for key in applied)
+    assert all(ROWS[key].restart for key in waiting)
     result = reload.reloaded(old, new)
     assert reload.changed(result, new) == ((), waiting)
     assert reload.changed(old, result) == (applied, ())

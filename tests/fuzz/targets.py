@@ -134,7 +134,7 @@ def command(data: bytes) -> None:
     # The characters that C treats as space (tests/contract/test_alike.py has them from the daemons themselves).
     first = text.translate(dict.fromkeys(map(ord, "\t\v\f\r"), " ")).strip(" ").partition(" ")[0]
     row = commands.TABLE.get(first)
-    assert commands.changes_something(text) == (row is not None and row.effect is commands.Effect.CHANGES)
+    assert commands.changes_something(text) == (row is not None and row.changes)
 
 
 def follower(data: bytes) -> None:
@@ -165,9 +165,9 @@ _ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
     lambda talk: talk.ask(MEM_LIMIT.ask_server(SERVER)),
     lambda talk: talk.ask(commands.terminate_client(SERVER, 9)),
     lambda talk: talk.ask(PERCENTAGE.set_on_server(SERVER, WANTED)),
-    lambda talk: talk.set(PERCENTAGE.default_setting(WANTED)),
-    lambda talk: talk.set(MEM_LIMIT.default_setting(WANTED)),
-    lambda talk: talk.set(MEM_LIMIT.default_setting(UNLIMITED)),
+    lambda talk: talk.ask(PERCENTAGE.default_setting(WANTED)),
+    lambda talk: talk.ask(MEM_LIMIT.default_setting(WANTED)),
+    lambda talk: talk.ask(MEM_LIMIT.default_setting(UNLIMITED)),
 )
 
 

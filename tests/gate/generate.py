@@ -67,7 +67,7 @@ def settings_table() -> str:
     lines = [("setting", "default", "unit", "reload", "meaning")]
     for row in rows():
         default = "absent" if row.default is None else f"`{render(row, row.default)}`"
-        lines.append((f"`{row.key}`", default, row.unit, "yes" if row.reload else "restart", row.help))
+        lines.append((f"`{row.key}`", default, row.unit, "restart" if row.restart else "yes", row.help))
     return _table(*lines)
 
 

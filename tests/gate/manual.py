@@ -274,7 +274,7 @@ def _setting(row: SettingRow) -> Iterator[str]:
         facts.append(f"One of {', '.join(type(row.default))}.")
     if row.unit:
         facts.append(f"Unit: {row.unit}.")
-    if not row.reload and not row.key.startswith("quota."):
+    if row.restart:
         facts.append("A change needs a restart of mpsd.")
     yield from _term(row.key.rpartition(".")[2], row.help, " ".join(facts))
 
@@ -352,7 +352,7 @@ def example() -> str:
             section = row.key.split(".")[0]
             lines += ["", f"[{section}]"]
         unit = f" Unit: {row.unit}." if row.unit else ""
-        restart = "" if row.reload else " A change needs a restart."
+        restart = " A change needs a restart." if row.restart else ""
         lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
         lines += [f"# {line}" for line in _SET[row.key][1]] if row.key in _SET else []
         lines.append(f"{name} = {_SET[row.key][0]}" if row.key in _SET else f"#{name} = {_value(row)}".rstrip())

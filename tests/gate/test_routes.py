@@ -81,7 +81,7 @@ def test_no_path_stands_elsewhere() -> None:
 def test_every_handler_has_a_row() -> None:
     """Each handler serves a route."""
     nothing = cast("Any", None)
-    handlers = Handlers(*[nothing] * 4, reload=nothing)
+    handlers = Handlers(*[nothing] * 5)
     reachable = {route.handler(handlers) for route in ROUTES}
     written = {
         getattr(each, name)

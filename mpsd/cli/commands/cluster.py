@@ -15,9 +15,6 @@ from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.node_state import NodeRow
 from mpsd.system.processes import foreground
 
-_MOST: Final = 1024 * 1024 * 1024
-"""Maximum bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
-
 _LABEL: Final = "mpsd/gpus"
 
 _COLUMNS: Final = columns_of(("NODE", "GPU", "MODEL", "THREADS", "MEMORY", "STATE / POD"), drops=("MODEL",))
@@ -50,7 +47,7 @@ def cluster(form: str, context: str | None) -> None:
 def _get(arguments: Sequence[str]) -> list[object] | None:
     """Return the objects that kubectl lists; None where it fails. Raises NotFoundError where there is no kubectl."""
     try:
-        status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ, most=_MOST)
+        status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ)
     except FileNotFoundError:
         raise NotFoundError(
             "kubectl is not installed, or not in PATH: mpsctl cluster asks the API server by way of it",

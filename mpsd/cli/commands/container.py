@@ -14,7 +14,7 @@ from mpsd.cli.command import environment, note, of_files, print_answer, with_api
 from mpsd.cli.commands.admit import with_request
 from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
-from mpsd.cli.options import DURATION, lease_names
+from mpsd.cli.options import DURATION, given, lease_names, together
 from mpsd.cli.tables import PLAIN, columns_of, table
 from mpsd.cli.users import user
 from mpsd.client import Api
@@ -31,7 +31,7 @@ from mpsd.core.errors import (
 )
 from mpsd.core.kubernetes import pods
 from mpsd.system.files import cdi_directory
-from mpsd.system.processes import foreground
+from mpsd.system.processes import foreground, namespaces, proc
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -56,9 +56,8 @@ _SHARED_MEMORY: Final = click.option(
 )
 
 
-def _with_device(function: click.decorators.FC) -> click.decorators.FC:
-    """Add the options for the place and the content of a device to a command."""
-    return _DIRECTORY(_SHARED_MEMORY(function))
+_with_device: Final = together(_DIRECTORY, _SHARED_MEMORY)
+"""The options for the place and the content of a device."""
 
 
 @click.group()
@@ -244,8 +243,7 @@ def run(
     without a lease, and a container whose lease cannot be opened to it fails with the reason.
     """  # noqa: D301 - click knows by that character what not to wrap
     _clean(api, directory)
-    claim = {} if claim_deadline is None else {"deadline": claim_deadline}
-    lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
+    lease = take(api, {**request, "holder": {"claim": given(deadline=claim_deadline)}}, wait=wait)
     with start.released_on_failure(api, lease):
         path = _write_device(api, lease, directory, shared_memory=shared_memory)
     elsewhere = runtime == "podman" and directory not in cdi_directory.READ_BY_DEFAULT
@@ -306,11 +304,7 @@ def _process_of(runtime: str, name: str) -> tuple[int, int]:
 
 def _lease_of(api: Api, pid: int) -> str | None:
     """Return the lease that a process is a client or holder of, or that the innermost group around it holds."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_bytes().split(b"\n")
-    except OSError:
-        return None
-    own = [os.fsdecode(line.split(b":", 2)[2]) + "/" for line in lines if line]
+    own = [f"{path}/" for path in proc.control_groups(pid).values()]
     best, found = "", None
     for lease in api.leases()["leases"]:
         for each in lease["holders"]:
@@ -342,13 +336,14 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
             f" {device_files.device_name(lease)} brings both",
         )
     uid, gid = (_outside(state.pid, kind, inside) for kind, inside in (("uid", found.uid), ("gid", found.gid)))
-    if _in_user_namespace():
+    is_nested = namespaces.has_few_uids()
+    if is_nested:
         # Such a namespace shows every uid that it does not map under this number, including root, the user of this
         # mpsd.
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
         api = click.get_current_context().with_resource(Api(api.path, trusted=api.trusted | {nobody}))
-    request: dict[str, object] = {"pid": state.pid, "token": os.environ.get(device_files.TOKEN, "")}
-    is_root = os.geteuid() == 0 and not _in_user_namespace()
+    request: dict[str, object] = {"token": os.environ.get(device_files.TOKEN, "")}
+    is_root = os.geteuid() == 0 and not is_nested
     if is_root:
         known = user(str(uid))  # the user's groups count in quotas
         request["owner"] = {"uid": uid, "gid": gid, "groups": known["groups"] if known is not None else []}
@@ -358,11 +353,12 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
             hint="run it as root of the container, which is you, or with --userns=keep-id",
         )
     if is_of_pod:
-        _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
+        _check_same(_take_for_pod(api, lease, request, state.pid, uid), lease, directory)
         return
+    request["pid"] = state.pid
     # Without a control group by the runtime (podman of a user on version 1), the container would share one with others.
     # Nor does mpsd accept a group that was not delegated to its user.
-    has_group = _groups(state.pid) != _groups("self")
+    has_group = proc.control_groups(state.pid) != proc.control_groups("self")
     try:
         taken = _take(api, lease, {**request, "group": has_group})
     except (InvalidRequestError, NotPermittedError) as refusal:
@@ -381,22 +377,19 @@ def _check_same(taken: "answer_types.Lease", lease: str, directory: str) -> None
         )
 
 
-def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
+def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], pid: int, uid: int) -> "answer_types.Lease":
     """Let the pod of a container hold a lease, so that the lease outlives its containers; each of them requests this.
 
     Another pod that shares the lease is one of its bearers, through the token in its environment.
     """
-    pid = request["pid"]
-    lines = _groups(int(pid)).splitlines() if isinstance(pid, int) else []
-    above = [line.split(":", 2)[2].rpartition("/")[0] for line in lines]
+    above = [path.rpartition("/")[0] for path in proc.control_groups(pid).values()]
     group = next((path for path in above if pods.pod_of(path) is not None), None)
     if group is None:
         raise NotPermittedError(
             f"process {pid} of the container is in no control group of a pod", hint="see kubelet's cgroupsPerQOS"
         )
-    by_group = {name: value for name, value in request.items() if name != "pid"}
     try:
-        taken = _take(api, lease, {**by_group, "cgroup": group, "while": "exists"})
+        taken = _take(api, lease, {**request, "cgroup": group, "while": "exists"})
     except AlreadyClaimedError:
         taken = api.lease(lease)
     if taken["owner"]["uid"] != uid:
@@ -443,41 +436,17 @@ def _configuration(state: oci.State) -> bytes:
 
 def _outside(pid: int | str, kind: str, inside: int) -> int:
     """Convert an id of a container to the machine's. Raises InvalidRequestError for one that is not mapped."""
-    found = oci.outside(_read(pid, f"{kind}_map"), inside)
-    if found is not None and pid != "self" and _read_link(pid) != _read_link("self"):
-        found = oci.outside(_read("self", f"{kind}_map"), found)
+    try:
+        found = oci.outside(Path(f"/proc/{pid}/{kind}_map").read_text(encoding="ascii"), inside)
+        if found is not None and not Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user"):
+            found = oci.outside(Path(f"/proc/self/{kind}_map").read_text(encoding="ascii"), found)
+    except OSError as error:
+        raise NotFoundError(
+            f"process {pid} of the container is gone: {error.strerror}", hint="see why its runtime ended it"
+        ) from None
     if found is None:
         raise InvalidRequestError(
             f"{kind} {inside} of the container is not mapped in its user namespace",
             hint="run it as a user that its user namespace has",
         )
     return found
-
-
-def _in_user_namespace() -> bool:
-    """Tell whether this process's user namespace lacks uids that the machine's own has."""
-    return _read("self", "uid_map").split() != ["0", "0", str(2**32 - 1)]
-
-
-def _groups(pid: int | str) -> str:
-    return _read(pid, "cgroup")
-
-
-def _read(pid: int | str, name: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise _gone(pid, error) from None
-
-
-def _read_link(pid: int | str) -> str:
-    try:
-        return str(Path(f"/proc/{pid}/ns/user").readlink())
-    except OSError as error:
-        raise _gone(pid, error) from None
-
-
-def _gone(pid: int | str, error: OSError) -> NotFoundError:
-    return NotFoundError(
-        f"process {pid} of the container is gone: {error.strerror}", hint="see why its runtime ended it"
-    )

@@ -1,6 +1,7 @@
 """The command that diagnoses a node, with or without a running mpsd: doctor."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -25,9 +26,15 @@ _SHOWN: Final = ("fail", "warn", "unknown", "note", "ok")
 @click.option("--only", metavar="ID", multiple=True, help="Run only this check; may be repeated. --list shows the ids.")
 @click.option("--list", "listed", is_flag=True, help="List the checks without running them.")
 @click.option("--all", "everything", is_flag=True, help="Show the checks that are ok as well.")
-@click.option("--config", metavar="FILE", help="Configuration file of the mpsd to check, as for mpsd run.")
 @click.option(
-    "--root", metavar="DIR", help="Root directory of the mpsd to check, as for mpsd run; also selects its socket."
+    "--config",
+    metavar="FILE",
+    help="Configuration file of the mpsd to check, as for mpsd run.",
+)
+@click.option(
+    "--root",
+    metavar="DIR",
+    help="Root directory of the mpsd to check, as for mpsd run; also selects its socket.",
 )
 @with_form()
 @with_api
@@ -54,17 +61,15 @@ def doctor(
     if listed:
         click.echo(_list(form, checks))
         return
-    from pathlib import Path
+    import asyncio
 
     from mpsd.cli import doctor_run
 
     context = click.get_current_context()
     if root is not None:
         api = context.with_resource(api.at(f"{root}/run/mpsd.sock"))
-    where = doctor_run.Where(
-        Path(api.path), Path(config) if config else None, Path(root).absolute() if root is not None else None
-    )
-    results, done = doctor_run.run(api, where, checks, fix=fix)
+    file, directory = Path(config) if config is not None else None, Path(root).absolute() if root is not None else None
+    results, done = asyncio.run(doctor_run.run(api, file, directory, checks, fix=fix))
     answer = doctor_run.as_json(results, done)
     click.echo(as_json(answer) if form == "json" else report(results, done, everything=everything))
     if not answer["ok"]:

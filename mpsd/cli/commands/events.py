@@ -16,7 +16,7 @@ from mpsd.cli.command import note, with_api, with_form
 from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
 from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds
 from mpsd.cli.history.story import Story, lines_of, story_of
-from mpsd.cli.options import MOMENT, TIME, daemon_names, gpu_names, lease_names
+from mpsd.cli.options import MOMENT, TIME, UID, daemon_names, gpu_names, lease_names
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, UnreachableError
 from mpsd.core.events import EventName
@@ -64,7 +64,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
     shell_complete=gpu_names,
     help="Only those about this GPU, its control daemon, and the leases on it.",
 )
-@click.option("--user", "owner", metavar="NAME|UID", help="Only those about this user and its leases.")
+@click.option("--user", "owner", type=UID, metavar="NAME|UID", help="Only those about this user and its leases.")
 @click.option("--mine", is_flag=True, help="Only those about you and your leases.")
 @click.option(
     "-k",
@@ -96,7 +96,7 @@ def events(  # noqa: PLR0917 - one option each
     lease: str | None,
     daemon: str | None,
     gpu: str | None,
-    owner: str | None,
+    owner: int | None,
     kinds: frozenset[str],
     after: int,
     *,

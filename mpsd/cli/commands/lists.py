@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
@@ -22,10 +21,9 @@ from mpsd.cli.command import (
 )
 from mpsd.cli.history import usage as hours
 from mpsd.cli.leases import find
-from mpsd.cli.options import MOMENT, TIME, gpu_names, lease_names
+from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Look
-from mpsd.cli.users import uid_of
 from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
@@ -33,15 +31,13 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 
-def with_filters(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that select rows to a list."""
-    for option in (
-        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only those on this GPU."),
-        click.option("--user", "owner", metavar="NAME|UID", help="Only those of this user."),
-        click.option("--mine", is_flag=True, help="Only your own."),
-    ):
-        function = option(function)
-    return function
+def with_filters(rows: str) -> Adds:
+    """Return the options that select the rows of a list; `rows` is the word for them."""
+    return together(
+        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help=f"Only {rows} on this GPU."),
+        click.option("--user", "owner", type=UID, metavar="NAME|UID", help=f"Only {rows} of this user."),
+        click.option("--mine", is_flag=True, help=f"Only your own {rows}."),
+    )
 
 
 @click.command()
@@ -71,10 +67,10 @@ def daemons(api: Api, listing: Listing) -> None:
 
 
 @click.command()
-@with_filters
+@with_filters("clients")
 @with_listing("name")
 @with_api
-def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool) -> None:
+def clients(api: Api, listing: Listing, gpu: str | None, owner: int | None, *, mine: bool) -> None:
     """List the processes that are connected to an MPS server."""
     wanted = chosen_uid(owner, mine=mine)
 
@@ -87,11 +83,11 @@ def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, m
 
 
 @click.command()
-@with_filters
+@with_filters("leases")
 @click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
 @with_listing("name")
 @with_api
-def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool, everything: bool) -> None:
+def leases(api: Api, listing: Listing, gpu: str | None, owner: int | None, *, mine: bool, everything: bool) -> None:
     """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
     wanted = chosen_uid(owner, mine=mine)
 
@@ -113,18 +109,11 @@ def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mi
     )
 
 
-def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
+def chosen_uid(owner: int | None, *, mine: bool) -> int | None:
     """Return the uid whose rows are listed; None for all uids."""
     if mine and owner is not None:
         raise click.UsageError("Use --mine or --user, not both.")
-    if mine:
-        return os.getuid()
-    if owner is None:
-        return None
-    uid = uid_of(owner)
-    if uid is None:
-        raise click.BadParameter(f"there is no user {owner!r}", param_hint="--user")
-    return uid
+    return os.getuid() if mine else owner
 
 
 def chosen_gpu(api: Api, gpu: str | None) -> "answer_types.Gpu | None":
@@ -160,9 +149,7 @@ def _by(_: click.Context, __: click.Parameter, by: str) -> str:
     callback=_by,
     help="Show a line for each of these.",
 )
-@click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only leases on this GPU.")
-@click.option("--user", "owner", metavar="NAME|UID", help="Only leases of this user.")
-@click.option("--mine", is_flag=True, help="Only your own leases.")
+@with_filters("leases")
 @click.option("--since", type=MOMENT, default="7d", show_default=True, metavar="TIME", help=f"Begin at TIME. {TIME}")
 @click.option("--until", type=MOMENT, metavar="TIME", help="End at TIME.  [default: now]")
 @with_listing("csv")
@@ -172,7 +159,7 @@ def usage(  # noqa: PLR0917 - an option each
     listing: Listing,
     by: str,
     gpu: str | None,
-    owner: str | None,
+    owner: int | None,
     since: datetime,
     until: datetime | None,
     *,
@@ -187,10 +174,8 @@ def usage(  # noqa: PLR0917 - an option each
     -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
     """
     wanted, chosen = chosen_uid(owner, mine=mine), _chosen_uuid(api, gpu)
-    query = {"by": by, "since": _rfc3339(since), "totals": "true"}
-    query |= {"until": _rfc3339(until)} if until is not None else {}
-    query |= {"gpu": chosen} if chosen is not None else {}
-    query |= {"user": str(wanted)} if wanted is not None else {}
+    end, user = None if until is None else _rfc3339(until), None if wanted is None else str(wanted)
+    query = given(by=by, since=_rfc3339(since), until=end, gpu=chosen, user=user, totals="true")
     if listing.form == "csv":
         click.echo(hours.as_csv(api.history(**query), headings=listing.look.headings))
         return

@@ -10,8 +10,7 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
-from mpsd.cli.options import DURATION
-from mpsd.cli.users import uid_of
+from mpsd.cli.options import DURATION, UID
 from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
 
@@ -54,13 +53,6 @@ def top(api: Api, every: float) -> None:
     app.run(api, every)
 
 
-def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[int]:
-    uids = {name: uid_of(name) for name in names}
-    if unknown := [name for name, uid in uids.items() if uid is None]:
-        raise click.BadParameter(f"there is no user {unknown[0]!r}")
-    return [uid for uid in uids.values() if uid is not None]
-
-
 @click.command()
 @click.option(
     "--port", type=click.IntRange(0, 65535), metavar="PORT", default=0, help="Port to serve it on; one that is free."
@@ -69,13 +61,13 @@ def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list
 @click.option(
     "--for-user",
     "uids",
+    type=UID,
     metavar="NAME|UID",
     multiple=True,
-    callback=_uids,
     help="Accept connections of this user too, such as one whose ssh forwards the port; may be repeated.",
 )
 @with_api
-def web(api: Api, port: int, uids: list[int], *, opens: bool) -> None:
+def web(api: Api, port: int, uids: tuple[int, ...], *, opens: bool) -> None:
     """Serve the node as a page for a browser, until Ctrl-C, and print the link to it.
 
     The page is served on 127.0.0.1 by this command, as its user: it shows and does what that user may. The link opens

@@ -237,31 +237,24 @@ class Accounts:
 
     def follow(self, lease: Lease, at: int) -> None:
         """Note the state that a lease has from this time on."""
-        record = self.open.get(lease.id)
+        if lease.granted is None:
+            return  # it waits, or never got its turn
+        if lease.id not in self.open:
+            self.begin(record_of(lease, at))
         if lease.state is LeaseState.ENDED:
-            if record is None and lease.granted is not None:
-                record = self._begin(record_of(lease, at))  # the lease was granted and ended at the same time
-            if record is not None:
-                self.end(record, at)
-        elif record is None:
-            if lease.state is not LeaseState.WAITING:
-                self._begin(record_of(lease, at))
-        else:
-            if record.uid != lease.owner.uid:
-                self.hand_over(record, lease.owner.uid, at)
-            if record.clients != len(lease.clients):
-                self._set_clients(record, len(lease.clients), at)
+            self.end(lease.id, at)
+            return
+        self.hand_over(lease.id, lease.owner.uid, at)
+        record = self.open[lease.id]
+        if record.clients != len(lease.clients):
+            self._set_clients(record, len(lease.clients), at)
 
     def begin(self, record: LeaseRecord) -> None:
-        """Open a lease of which only this record is known; a lease that is already open keeps its record."""
+        """Open a lease; one that is already open keeps its record."""
         if record.id not in self.open:
-            self._begin(record)
-
-    def _begin(self, record: LeaseRecord) -> LeaseRecord:
-        self._choose_series(record)
-        self.open[record.id] = self.changed[record.id] = record
-        self._enter(record, record.began)
-        return record
+            self._choose_series(record)
+            self.open[record.id] = self.changed[record.id] = record
+            self._enter(record, record.began)
 
     def _enter(self, record: LeaseRecord, at: int) -> None:
         for number, series in enumerate(record.series()):
@@ -278,11 +271,14 @@ class Accounts:
             if account.total.start == at and not account.total.begun:
                 account.total.carried, account.total.first_carried = account.open, account.first
 
-    def end(self, record: LeaseRecord, at: int) -> None:
+    def end(self, lease_id: str, at: int) -> None:
+        """Note that a lease ends; nothing where it is not open."""
+        record = self.open.pop(lease_id, None)
+        if record is None:
+            return
         self._leave(record, at)
         record.advance(at)
         record.ended = at
-        del self.open[record.id]
         if not record.row:
             # The sums count every lease, but a user with thousands of short leases gets only some of them listed.
             brief = self._brief[record.uid] = self._brief.get(record.uid, 0) + 1
@@ -291,8 +287,11 @@ class Accounts:
                 return
         self.changed[record.id] = record
 
-    def hand_over(self, record: LeaseRecord, uid: int, at: int) -> None:
-        """Note that a lease belongs to another user from now on."""
+    def hand_over(self, lease_id: str, uid: int, at: int) -> None:
+        """Note that a lease belongs to this user from now on; nothing where it does already, or is not open."""
+        record = self.open.get(lease_id)
+        if record is None or record.uid == uid:
+            return
         self._leave(record, at)
         record.advance(at)
         record.uid = uid
@@ -336,9 +335,7 @@ class Accounts:
         Amounts that stayed the same for longer than a second become a period of their own, which keeps the time of the
         change.
         """
-        account = self._accounts.get(series)
-        if account is None:
-            account = self._accounts[series] = _Account(at, Period(at, at))
+        account = self._accounts.setdefault(series, _Account(at, Period(at, at)))
         account.advance(at)
         if series not in self._dirty:
             self._dirty.add(series)

@@ -45,12 +45,13 @@ class Amounts(Struct):
     """Seconds for which the held memory was known."""
     clients: float = 0.0
 
-    def add(self, other: "Amounts") -> None:
-        self.threads += other.threads
-        self.memory += other.memory
-        self.held += other.held
-        self.known += other.known
-        self.clients += other.clients
+    def add(self, rates: "Amounts", seconds: float) -> None:
+        """Add constant rates over a time."""
+        self.threads += rates.threads * seconds
+        self.memory += rates.memory * seconds
+        self.held += rates.held * seconds
+        self.known += rates.known * seconds
+        self.clients += rates.clients * seconds
 
 
 class Line(Struct):
@@ -161,19 +162,8 @@ class Report:
             number = start // step
             until = min((number + 1) * step, end)
             seconds = (until - start) / SECOND
-            amounts = Amounts(
-                rates.threads * seconds,
-                rates.memory * seconds,
-                rates.held * seconds,
-                rates.known * seconds,
-                rates.clients * seconds,
-            )
-            line.total.add(amounts)
-            sample = line.samples.get(number - self.first)
-            if sample is None:
-                line.samples[number - self.first] = amounts
-            else:
-                sample.add(amounts)
+            line.total.add(rates, seconds)
+            line.samples.setdefault(number - self.first, Amounts()).add(rates, seconds)
             start = until
 
     def _key(self, series: Series) -> str | None:
@@ -188,10 +178,7 @@ class Report:
                 return series.name or None
 
     def _line(self, key: str | None) -> Line:
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = Line(key, Amounts(), {})
-        return line
+        return self._lines.setdefault(key, Line(key, Amounts(), {}))
 
     def close(self, now: int) -> int:
         """Note that the report is complete up to now, and return its end."""

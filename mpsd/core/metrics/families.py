@@ -8,6 +8,7 @@ lease appears by its id, its user by the uid.
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from msgspec import Struct
@@ -55,21 +56,29 @@ class Family(Struct, frozen=True):
         return not _OF_USERS.isdisjoint(self.labels)
 
 
-def _gauge(name: str, help_: str, *labels: str) -> Family:
-    return Family(name, Kind.GAUGE, help_, labels)
+SECTIONS: Final[dict[str, list[Family]]] = {}
+"""Every family, by section of docs/reference/metrics.md."""
 
 
-def _counter(name: str, help_: str, *labels: str) -> Family:
-    return Family(name, Kind.COUNTER, help_, labels)
+def _section(title: str) -> None:
+    """Begin a section: the families that follow are in it."""
+    SECTIONS[title] = []
 
 
-def _histogram(name: str, help_: str, *labels: str) -> Family:
-    return Family(name, Kind.HISTOGRAM, help_, labels)
+def _family(kind: Kind, name: str, help_: str, *labels: str) -> Family:
+    """Return a family of the present section."""
+    family = Family(name, kind, help_, labels)
+    [*SECTIONS.values()][-1].append(family)
+    return family
 
 
-# -- the node ----------------------------------------------------------------------------------------------------------
+_gauge: Final = partial(_family, Kind.GAUGE)
+_counter: Final = partial(_family, Kind.COUNTER)
+_histogram: Final = partial(_family, Kind.HISTOGRAM)
 
-BUILD: Final = Family("mpsd_build", Kind.INFO, "The version of mpsd that runs.", ("version",))
+_section("The node")
+
+BUILD: Final = _family(Kind.INFO, "mpsd_build", "The version of mpsd that runs.", "version")
 START_TIME: Final = _gauge(
     "mpsd_start_time_seconds",
     "Time at which mpsd started, in seconds since 1970. Counters begin at 0 then, and count later events.",
@@ -79,11 +88,11 @@ REASONS: Final = _gauge(
     "mpsd_node_reasons", "Reasons why the node is not healthy, and warnings, by kind as in GET /v1/status.", "kind"
 )
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+_section("GPUs")
 
-GPU: Final = Family("mpsd_gpu", Kind.INFO, "The GPUs of the node, by UUID.", ("gpu", "index", "name", "driver"))
-GPU_HEALTH: Final = Family(
-    "mpsd_gpu_health", Kind.STATESET, "The health of a GPU by itself, without its control daemon.", ("gpu",)
+GPU: Final = _family(Kind.INFO, "mpsd_gpu", "The GPUs of the node, by UUID.", "gpu", "index", "name", "driver")
+GPU_HEALTH: Final = _family(
+    Kind.STATESET, "mpsd_gpu_health", "The health of a GPU by itself, without its control daemon.", "gpu"
 )
 GPU_MEMORY: Final = _gauge("mpsd_gpu_memory_bytes", "Memory of the GPU in total.", "gpu")
 GPU_MEMORY_RESERVED: Final = _gauge(
@@ -113,11 +122,11 @@ GPU_CLIENTS_MAX: Final = _gauge("mpsd_gpu_clients_max", "Clients of MPS for whic
 GPU_CLIENTS_GRANTED: Final = _gauge("mpsd_gpu_clients_granted", "Clients that are granted to leases.", "gpu")
 GPU_XIDS: Final = _counter("mpsd_gpu_xids", "Critical errors that the GPU reported, by NVIDIA's number.", "gpu", "xid")
 
-# -- control daemons ---------------------------------------------------------------------------------------------------
+_section("Control daemons")
 
-DAEMON: Final = Family("mpsd_daemon", Kind.INFO, "The control daemons: one for each GPU.", ("daemon", "gpu", "version"))
-DAEMON_STATE: Final = Family(
-    "mpsd_daemon_state", Kind.STATESET, "The state of a control daemon. Only a ready one admits.", ("daemon",)
+DAEMON: Final = _family(Kind.INFO, "mpsd_daemon", "The control daemons: one for each GPU.", "daemon", "gpu", "version")
+DAEMON_STATE: Final = _family(
+    Kind.STATESET, "mpsd_daemon_state", "The state of a control daemon. Only a ready one admits.", "daemon"
 )
 DAEMON_STATE_SINCE: Final = _gauge(
     "mpsd_daemon_state_since_timestamp_seconds",
@@ -170,7 +179,7 @@ FOREIGN_COMMANDS: Final = _counter(
     "mpsd_foreign_commands", "Commands from programs other than mpsd that change a control daemon.", "daemon"
 )
 
-# -- admission and leases ----------------------------------------------------------------------------------------------
+_section("Admission")
 
 LEASES: Final = _gauge("mpsd_leases", "Leases by state; those that wait are requests in the queue.", "state")
 ADMISSIONS: Final = _counter(
@@ -198,14 +207,14 @@ GRANT: Final = _histogram(
     "Time from a request to its answer, for requests granted at once: decided, stored, and open to its clients.",
 )
 
-# -- violations --------------------------------------------------------------------------------------------------------
+_section("Violations")
 
 VIOLATIONS: Final = _counter("mpsd_violations", "Violations found, by kind.", "kind")
 OPEN_VIOLATIONS: Final = _gauge("mpsd_open_violations", "Current violations, by kind.", "kind")
 CLIENTS_ENDED: Final = _counter("mpsd_clients_ended", "Clients that mpsd ended.")
 QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Quarantined uids.")
 
-# -- mpsd itself -------------------------------------------------------------------------------------------------------
+_section("mpsd itself")
 
 EVENTS: Final = _counter("mpsd_events", "Events, by name. Each event is a line of mpsd's log.", "event")
 LOG_LINES: Final = _counter("mpsd_log_lines", "Lines of mpsd's log, by level.", "level")
@@ -219,7 +228,7 @@ MEMORY: Final = _gauge("mpsd_process_resident_memory_bytes", "Memory that mpsd i
 OPEN_FDS: Final = _gauge("mpsd_process_open_fds", "File descriptors that mpsd itself has open.")
 MAX_FDS: Final = _gauge("mpsd_process_max_fds", "File descriptors that mpsd itself may have open.")
 
-# -- leases and clients, one by one ------------------------------------------------------------------------------------
+_section("Leases and clients")
 
 _OF_LEASE: Final = ("lease", "gpu", "uid")
 _OF_CLIENT: Final = (*_OF_LEASE, "pid")
@@ -233,73 +242,22 @@ LEASE_MEMORY_HELD: Final = _gauge(
     "Memory that the clients of a lease hold, as NVML reports it; absent if NVML does not report it.",
     *_OF_LEASE,
 )
-LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE)
 LEASE_ACTIVITY: Final = _gauge(
     "mpsd_lease_sm_activity_ratio",
     "Part of the time that the SMs worked for the clients of a lease; absent if NVML does not report it.",
     *_OF_LEASE,
 )
+LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE)
 CLIENT_MEMORY_HELD: Final = _gauge(
     "mpsd_client_memory_held_bytes",
     "Memory that a client of a lease holds, as NVML reports it; absent if NVML does not report it.",
     *_OF_CLIENT,
 )
-
 CLIENT_ACTIVITY: Final = _gauge(
     "mpsd_client_sm_activity_ratio",
     "Part of the time that the SMs worked for a client of a lease; absent if NVML does not report it.",
     *_OF_CLIENT,
 )
-
-SECTIONS: Final[dict[str, tuple[Family, ...]]] = {
-    "The node": (BUILD, START_TIME, HEALTHY, REASONS),
-    "GPUs": (
-        GPU,
-        GPU_HEALTH,
-        GPU_MEMORY,
-        GPU_MEMORY_RESERVED,
-        GPU_MEMORY_GRANTED,
-        GPU_MEMORY_UNLEASED,
-        GPU_MEMORY_HELD,
-        GPU_THREADS,
-        GPU_THREADS_GRANTED,
-        GPU_THREADS_UNLEASED,
-        GPU_CLIENTS_MAX,
-        GPU_CLIENTS_GRANTED,
-        GPU_XIDS,
-    ),
-    "Control daemons": (
-        DAEMON,
-        DAEMON_STATE,
-        DAEMON_STATE_SINCE,
-        DAEMON_SERVERS,
-        DAEMON_CLIENTS,
-        DAEMON_DRIFT,
-        UNKNOWN_LINES,
-        DEATHS,
-        HANGS,
-        STARTS,
-        RECOVERY,
-        CONVERSATION,
-        CONVERSATION_FAILURES,
-        DRIFT_FOUND,
-        DRIFT_UNDONE,
-        FOREIGN_COMMANDS,
-    ),
-    "Admission": (LEASES, ADMISSIONS, QUEUED, ENDED, WAITING, WAITING_OLDEST, WAITING_BY_CLASS, WAIT, GRANT),
-    "Violations": (VIOLATIONS, OPEN_VIOLATIONS, CLIENTS_ENDED, QUARANTINED),
-    "mpsd itself": (EVENTS, LOG_LINES, LINES_LOST, LINES_LEFT_OUT, CPU, MEMORY, OPEN_FDS, MAX_FDS),
-    "Leases and clients": (
-        LEASE_THREADS,
-        LEASE_MEMORY,
-        LEASE_MEMORY_HELD,
-        LEASE_ACTIVITY,
-        LEASE_CLIENTS,
-        CLIENT_MEMORY_HELD,
-        CLIENT_ACTIVITY,
-    ),
-}
-"""Every family, by section of docs/reference/metrics.md."""
 
 FAMILIES: Final = tuple(family for families in SECTIONS.values() for family in families)
 

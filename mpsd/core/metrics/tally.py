@@ -5,7 +5,7 @@ log leaves out, because their user has too many, are counted by `count_omitted`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Final, TypeAlias, cast
 
@@ -63,36 +63,17 @@ class Tally:
         """By control daemon, the cause of its next start, if it is known."""
         self._restarting: set[str] = set()
         """The control daemons that an operator restarts."""
-        self._followed: dict[str, Callable[[datetime, Facts], None]] = {
-            "lease_granted": self._grant,
-            "lease_refused": self._refuse,
-            "lease_ended": self._end_lease,
-            "violation": self._violate,
-            "daemon_death": self._die,
-            "daemon_state": self._move,
-            "operation_begun": self._begin,
-            "operation_resumed": self._begin,
-            "operation_ended": self._end,
-            "limit_drift": self._drift,
-            "limit_drift_ended": self._undo,
-            "foreign_command": self._command,
-            "gpu_xid": self._fault,
-            "lines_left_out": self._leave_out,
-        }
-        """By event, the method that counts its facts, too."""
 
     def count(self, at: datetime, level: str, event: str, facts: Facts) -> None:
         """Count a line that is about to be written."""
         self._levels[level] += 1
         self._events[event] += 1
-        if event in self._followed:
-            self._followed[event](at, facts)
+        self._note(at, event, facts)
 
     def count_omitted(self, at: datetime, event: str, facts: Facts) -> None:
         """Count an event that is left out of the log."""
         self._omitted[event] += 1
-        if event in self._followed:
-            self._followed[event](at, facts)
+        self._note(at, event, facts)
 
     def conversation(self, daemon: str, seconds: float, failure: str | None) -> None:
         """Count a conversation on a control pipe; `failure` is the code of the error that ended it."""
@@ -102,28 +83,48 @@ class Tally:
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    def _grant(self, _: datetime, facts: Facts) -> None:
-        self._waits.observe(cast("float", facts.get("waited", 0.0)))
+    def _note(self, at: datetime, event: str, facts: Facts) -> None:
+        """Count the facts of an event that has a counter of its own."""
+        match event:
+            case EventName.LEASE_GRANTED:
+                self._waits.observe(cast("float", facts.get("waited", 0.0)))
+            case EventName.LEASE_REFUSED:
+                self._refused[_word(facts, "code")] += 1
+            case EventName.LEASE_ENDED if "code" in facts:  # it never was granted: the request had waited
+                self._refused[_word(facts, "code")] += 1
+            case EventName.VIOLATION:
+                self._violations[_word(facts, "kind")] += 1
+            case EventName.GPU_XID:
+                self._xids[_word(facts, "uuid"), _word(facts, "xid")] += 1 + _left_out(facts)
+            case EventName.LINES_LEFT_OUT:
+                self._left_out += _left_out(facts)
+            case _:
+                self._note_daemon(at, event, _word(facts, "daemon"), facts)
 
-    def _refuse(self, _: datetime, facts: Facts) -> None:
-        self._refused[_word(facts, "code")] += 1
+    def _note_daemon(self, at: datetime, event: str, daemon: str, facts: Facts) -> None:
+        """Count the facts of an event about a control daemon."""
+        match event:
+            case EventName.DAEMON_DEATH:
+                self._deaths[daemon, _word(facts, "cause")] += 1
+                self._down.setdefault(daemon, at)
+                self._why_down[daemon] = "death"
+            case EventName.DAEMON_STATE:
+                self._move(at, daemon, facts.get("on"))
+            case EventName.OPERATION_BEGUN | EventName.OPERATION_RESUMED if facts.get("verb") == "restart":
+                self._restarting.add(daemon)
+            case EventName.OPERATION_ENDED:
+                self._restarting.discard(daemon)
+            case EventName.LIMIT_DRIFT:
+                self._found[daemon, _word(facts, "limit")] += 1 + _left_out(facts)
+            case EventName.LIMIT_DRIFT_ENDED:
+                for limit in cast("list[str]", facts.get("limits", [])):
+                    self._undone[daemon, limit] += 1 + _left_out(facts)
+            case EventName.FOREIGN_COMMAND:
+                self._foreign[daemon] += 1 + _left_out(facts)
 
-    def _end_lease(self, at: datetime, facts: Facts) -> None:
-        if "code" in facts:  # it never was granted: the request had waited
-            self._refuse(at, facts)
-
-    def _violate(self, _: datetime, facts: Facts) -> None:
-        self._violations[_word(facts, "kind")] += 1
-
-    def _die(self, at: datetime, facts: Facts) -> None:
-        daemon = _word(facts, "daemon")
-        self._deaths[daemon, _word(facts, "cause")] += 1
-        self._down.setdefault(daemon, at)
-        self._why_down[daemon] = "death"
-
-    def _move(self, at: datetime, facts: Facts) -> None:
-        daemon = _word(facts, "daemon")
-        match facts.get("on"):
+    def _move(self, at: datetime, daemon: str, on: object) -> None:
+        """Count a change of a control daemon's state."""
+        match on:
             case Event.SILENT:
                 self._hangs[daemon] += 1
                 self._down.setdefault(daemon, at)
@@ -135,29 +136,6 @@ class Tally:
             case Event.VERIFIED if daemon in self._down:
                 seconds = (at - self._down.pop(daemon)).total_seconds()
                 self._recoveries.setdefault(daemon, Histogram(_RECOVERIES)).observe(max(seconds, 0.0))
-
-    def _begin(self, _: datetime, facts: Facts) -> None:
-        if facts.get("verb") == "restart":
-            self._restarting.add(_word(facts, "daemon"))
-
-    def _end(self, _: datetime, facts: Facts) -> None:
-        self._restarting.discard(_word(facts, "daemon"))
-
-    def _drift(self, _: datetime, facts: Facts) -> None:
-        self._found[_word(facts, "daemon"), _word(facts, "limit")] += 1 + _left_out(facts)
-
-    def _undo(self, _: datetime, facts: Facts) -> None:
-        for limit in cast("list[str]", facts.get("limits", [])):
-            self._undone[_word(facts, "daemon"), limit] += 1 + _left_out(facts)
-
-    def _command(self, _: datetime, facts: Facts) -> None:
-        self._foreign[_word(facts, "daemon")] += 1 + _left_out(facts)
-
-    def _fault(self, _: datetime, facts: Facts) -> None:
-        self._xids[_word(facts, "uuid"), _word(facts, "xid")] += 1 + _left_out(facts)
-
-    def _leave_out(self, _: datetime, facts: Facts) -> None:
-        self._left_out += _left_out(facts)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
-from mpsd.core.mps.commands import TABLE, Command, Lines, command, garbled, one_line, refusal
+from mpsd.core.mps.commands import TABLE, Command, check_refusal, command, garbled, one_line
 from mpsd.core.units import GIB, MIB, format_alike
 
 T = TypeVar("T")
@@ -48,18 +48,16 @@ class Setting(Generic[T]):
         A memory limit that the daemon ignored, or does not support, reads back as no line, or as error messages of any
         length.
         """
-        return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
+        return 2 if self._setter_lines and self.getter.row.one_line else None
 
     @property
     def _setter_lines(self) -> int:
         """A setter echoes the value now in force, or prints nothing at all."""
-        return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
+        return 1 if TABLE[self.setter.split(" ", 1)[0]].one_line else 0
 
     def read_back(self, lines: Sequence[str]) -> T:
         """Return the getter's value: the last line, after any lines of the setter."""
-        refused = refusal(self.setter, lines)
-        if refused is not None:
-            raise refused
+        check_refusal(self.setter, lines)
         return self.getter.parse(lines[self._setter_lines :])
 
 
@@ -114,14 +112,9 @@ class Limit:
     resource: str
     """The resource that it limits, as the noun of a sentence."""
 
-    @property
-    def measured(self) -> int:
-        """The oldest of the measured driver branches that has it."""
-        return TABLE[self.default_setter].since
-
     def default_setting(self, wanted: Limits) -> Setting[LimitValue]:
         """Give the next server this limit; where none is wanted, remove the limit."""
-        setter = command(self.default_setter, (*self._device, self.grammar(wanted)), _parse_anything)
+        setter = command(self.default_setter, (*self._device, self.grammar(wanted)), check_refusal)
         return Setting(self.name, self.wanted(wanted), setter.line, self.ask_default())
 
     def ask_default(self) -> Command[LimitValue]:
@@ -133,7 +126,7 @@ class Limit:
 
         The answer of a server is not documented, and is ignored here: only `ask_server` shows the result.
         """
-        return command(self.server_setter, (server, *self._device, self.grammar(wanted)), _parse_anything)
+        return command(self.server_setter, (server, *self._device, self.grammar(wanted)), check_refusal)
 
     def ask_server(self, server: int) -> Command[LimitValue]:
         """Query the value for the next clients of a server; the answer of a busy server is empty."""
@@ -151,13 +144,6 @@ class Limit:
     @property
     def _device(self) -> tuple[int, ...]:
         return (DEVICE,) if self.of_device else ()
-
-
-def _parse_anything(command: str, lines: Sequence[str]) -> None:
-    """Accept any answer of a setter that is not a refusal."""
-    refused = refusal(command, lines)
-    if refused is not None:
-        raise refused
 
 
 # -- the active thread percentage --------------------------------------------------------------------------------------
@@ -370,18 +356,12 @@ def narrower(one: LimitValue, other: LimitValue) -> LimitValue:
 
 def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     """Return the wider of each limit, from two readings."""
-    return ReadBack(
-        max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
-        wider(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
-    )
+    return reading_of({limit: wider(limit.found(one), limit.found(other)) for limit in LIMITS})
 
 
 def narrowest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     """Return the narrower of each limit, from two readings."""
-    return ReadBack(
-        min(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
-        narrower(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
-    )
+    return reading_of({limit: narrower(limit.found(one), limit.found(other)) for limit in LIMITS})
 
 
 def widest_limits(one: Limits, other: Limits) -> Limits:

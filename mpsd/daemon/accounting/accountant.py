@@ -26,7 +26,6 @@ from mpsd.core.accounting.accounts import (
     record_of,
 )
 from mpsd.core.accounting.report import By, Report
-from mpsd.core.admission.users import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
@@ -80,18 +79,18 @@ def replay(
     changes = _changes(lines, at)
     ends = {line.lease for _, line in changes if line.event == EventName.LEASE_ENDED} | living.keys()
     # A user with more lines than the log allows has some left out: a lease without an end counts as little as it can.
-    for record in [each for each in accounts.open.values() if each.id not in ends]:
-        accounts.end(record, at)
+    for lease_id in [each for each in accounts.open if each not in ends]:
+        accounts.end(lease_id, at)
     last = at
     for last, line in changes:
         if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
             accounts.begin(_record(line, living.get(line.lease), last))
             if line.lease not in ends:
-                _end(accounts, line.lease, last)
+                accounts.end(line.lease, last)
         elif line.event == EventName.LEASE_ENDED:
-            _end(accounts, line.lease, last)
+            accounts.end(line.lease, last)
         elif line.event in {EventName.LEASE_CLAIMED, EventName.LEASE_CLAIM_RETURNED}:
-            _hand_over(accounts, line.lease, line.uid, last)
+            accounts.hand_over(line.lease, line.uid, last)
     # Changes without an event, as of clients, count from the last event on: at an earlier time, they would count the
     # time since then again, for all leases of the series.
     for lease in sorted(living.values(), key=_granted):
@@ -121,18 +120,6 @@ def _record(line: _Line, lease: Lease | None, moment: int) -> LeaseRecord:
     return LeaseRecord(
         line.lease, line.uid, "", (), tuple(ShareRecord(gpu, threads, memory) for gpu in line.gpus), moment, moment
     )
-
-
-def _end(accounts: Accounts, lease_id: str, moment: int) -> None:
-    record = accounts.open.get(lease_id)
-    if record is not None:
-        accounts.end(record, moment)
-
-
-def _hand_over(accounts: Accounts, lease_id: str, uid: int, moment: int) -> None:
-    record = accounts.open.get(lease_id)
-    if record is not None and record.uid != uid:
-        accounts.hand_over(record, uid, moment)
 
 
 def _granted(lease: Lease) -> int:
@@ -165,8 +152,8 @@ class Accountant:
         """The periods since the last sample of the second tier, and of the third."""
         self._batches: list[tuple[datetime, Mapping[str, Lease]]] = []
         """The changes of leases that are not in the accounts yet."""
-        self._usages: object = None
-        """The last reading of the GPUs that is in the accounts."""
+        self._held: object = None
+        """What the leases held at the last reading of the GPUs that is in the accounts."""
         self._gaps: list[Gap] = []
         """Gaps that are not stored yet."""
         self._since = 0
@@ -240,16 +227,12 @@ class Accountant:
             if is_hour:
                 samples.append((2, now, _folded(self._hour.sums, minute)))
         gaps = [*self._gaps, *([Gap(self._since, now, self.trouble)] if self.trouble else [])]
+        usage, moment = None, clock.monotonic()
+        if everything or moment - self._noted >= _USAGE:
+            usage, self._noted = node.leases.ledger.usage.accounts(moment), moment
         try:
-            self._store.commit(
-                samples,
-                self._accounts.changed.values(),
-                Cursor(now, events.latest),
-                gaps=gaps,
-                usage=self._usage(node) if everything or clock.monotonic() - self._noted >= _USAGE else None,
-            )
-            if is_minute:
-                self._store.prune(now, self._settings.current.history)
+            cursor = Cursor(now, events.latest)
+            self._store.commit(samples, self._accounts.changed.values(), cursor, gaps=gaps, usage=usage)
         except StorageError as error:
             self._fail(error, periods)
             return
@@ -260,10 +243,15 @@ class Accountant:
             self._log.info(EventName.HISTORY_STORED)
         self._accounts.note_stored()
         self._roll_up(samples, is_hour=is_hour)
+        if is_minute:
+            self._prune(now)
 
-    def _usage(self, node: Node) -> Mapping[int, Account]:
-        self._noted = clock.monotonic()
-        return node.leases.ledger.usage.accounts(self._noted)
+    def _prune(self, now: int) -> None:
+        """Remove what is too old or too much; where that fails, the next minute tries again."""
+        try:
+            self._store.prune(now, self._settings.current.history)
+        except StorageError as error:  # the sample is stored: it must not be counted again
+            self._log.error(EventName.HISTORY_NOT_PRUNED, because=error.detail)
 
     def _fail(self, error: StorageError, periods: Periods) -> None:
         self._accounts.put_back(periods)
@@ -300,14 +288,13 @@ class Accountant:
     def _take_in_reading(self, node: Node, now: int) -> None:
         """Put a new reading of the GPUs, if there is one, into the accounts."""
         monitor = node.violation_monitor
-        usages = monitor.usages
-        if usages is self._usages:
+        if monitor.held is self._held:
             return
-        self._usages = usages
+        self._held = monitor.held
         by_gpu: dict[str, dict[str, int | None]] = {}
         for (lease_id, gpu), held in monitor.held.items():
             by_gpu.setdefault(gpu, {})[lease_id] = _held(held.values())
-        readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in usages.items()}
+        readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in monitor.usages.items()}
         self._accounts.read(readings, now)
 
     # -- reports ------------------------------------------------------------------------------------------------------
@@ -333,12 +320,14 @@ class Accountant:
         # The periods that are not in that tier yet. No sample is stored after the last page, since nothing awaits here.
         for rollup in (self._hour, self._minute)[2 - tier :]:
             _add(report, rollup.sums)
-        now = self._catch_up()
+        self._take_in()
+        now = _now()
         _add(report, self._accounts.so_far(now))
         return report.close(now)
 
     async def _fill_by_lease(self, report: Report) -> int:
-        now = self._catch_up()
+        self._take_in()
+        now = _now()
         records = {each.id: each for each in [*self._accounts.changed.values(), *self._accounts.open.values()]}
         for record in records.values():
             if record.ended is None:
@@ -357,11 +346,6 @@ class Accountant:
         if self.trouble and self._since < until:
             found.append(Gap(self._since, until, self.trouble))
         return found
-
-    def _catch_up(self) -> int:
-        """Bring the accounts up to date, and return the time."""
-        self._take_in()
-        return _now()
 
 
 def _now() -> int:

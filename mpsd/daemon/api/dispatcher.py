@@ -6,22 +6,29 @@ which daemon/http/message renders.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
+from mpsd.core.errors import (
+    BodyTooLargeError,
+    InternalError,
+    InvalidRequestError,
+    MpsdError,
+    NotPermittedError,
+    TooManyRequestsError,
+)
 from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
-from mpsd.daemon.api.table import Encoder, Request, RequestBody, RequestQuery, Route, Stream, Table
+from mpsd.daemon.api.table import Encoder, RequestOf, Route, Stream, Table
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, problem_answer, unroutable
-from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
+from mpsd.daemon.http.peer import Principal, RefusalLog
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system.processes import descriptors
 
-A = TypeVar("A")
 H = TypeVar("H")
 
 _MOST_DEFECTS: Final = 16
@@ -35,21 +42,10 @@ class _Endpoint(NamedTuple):
     """A row of the table, ready for requests, with its bound handler, its decoders and its encoder."""
 
     role: Role
-    query: Callable[[str], RequestQuery | None]
-    body: Callable[[bytes | bytearray], RequestBody] | None
-    handle: Callable[[Request], Awaitable[Any]]
+    query: Callable[[str], Any]
+    body: Callable[[bytes | bytearray], Any] | None
+    handle: Callable[[Any], Awaitable[Any]]
     encode: Encoder[Any]
-
-    @classmethod
-    def of(cls, route: Route[H, Any], handlers: H) -> "_Endpoint":
-        """Make an endpoint from a row."""
-        return cls(
-            role=route.role,
-            query=query_decoder(route.query),
-            body=None if route.body is None else body_decoder(route.body),
-            handle=route.handler(handlers),
-            encode=route.answer.encode,
-        )
 
 
 class Dispatcher(Generic[H]):
@@ -58,12 +54,16 @@ class Dispatcher(Generic[H]):
     def __init__(self, routes: Iterable[Route[H, Any]], handlers: H, settings: LiveSettings, log: Logger) -> None:
         """Prepare every row."""
         self._settings = settings
-        self._in_flight = RequestsInFlight()
+        self._in_flight = Counter[int]()
+        """By uid, the requests that are not answered yet."""
         self._refusal_log = RefusalLog(log)
         self._defects = BoundedLog(log, _MOST_DEFECTS)
         self._table = Table[_Endpoint]()
         for route in routes:
-            self._table.add(route.method, route.path, _Endpoint.of(route, handlers))
+            body = None if route.body is None else body_decoder(route.body)
+            handle, encode = route.handler(handlers), route.answer.encode
+            endpoint = _Endpoint(route.role, query_decoder(route.query), body, handle, encode)
+            self._table.add(route.method, route.path, endpoint)
 
     async def receive(self, message: Message) -> None:
         """Answer a request. Raises ConnectionResetError when the caller has closed the connection."""
@@ -77,7 +77,7 @@ class Dispatcher(Generic[H]):
             # A path without a route needs a role too, so that a caller without one cannot find out which paths exist.
             needed = Role.OBSERVER if endpoint is None else endpoint.role
             require(principal.role, needed, contained=principal.contained)
-            self._in_flight.begin(uid, settings.api.requests_per_uid)
+            self._count(uid, settings.api.requests_per_uid)
             counted = True
             if endpoint is None:
                 answer: Answer | Stream = unroutable(message, methods)
@@ -103,7 +103,19 @@ class Dispatcher(Generic[H]):
             await connection.send(message, self._defect(error, message.path))
         finally:
             if counted:
-                self._in_flight.end(uid)
+                self._in_flight[uid] -= 1
+                if not self._in_flight[uid]:
+                    del self._in_flight[uid]
+
+    def _count(self, uid: int, most: int) -> None:
+        """Count a request of a uid that is not answered yet. Raises TooManyRequestsError."""
+        if self._in_flight[uid] >= most:
+            raise TooManyRequestsError(
+                f"uid {uid} has {most} requests in flight, the maximum (api.requests_per_uid)",
+                hint="wait until some of them are answered",
+                limit="api.requests_per_uid",
+            )
+        self._in_flight[uid] += 1
 
     async def _arrival(self, message: Message) -> None:
         """Wait for the rest of a request's body. Raises InvalidRequestError when it does not arrive in time."""
@@ -132,27 +144,15 @@ class Dispatcher(Generic[H]):
         )
 
 
-def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
+def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> RequestOf[Any]:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     if message.trouble is not None:
         raise message.trouble
-    query = endpoint.query(message.query)
-    body = None
+    content = endpoint.query(message.query)
     if endpoint.body is not None:
         if len(message.body) > MAXIMUM_BODY:
             raise BodyTooLargeError(
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
-        body = endpoint.body(message.body)
-    return Request(
-        principal.credentials,
-        principal.user,
-        principal.admin,
-        principal.operator,
-        principal.role or Role.OBSERVER,
-        message.connection.peer,
-        names,
-        query,
-        body,
-        message.accept,
-    )
+        content = endpoint.body(message.body)
+    return RequestOf(principal, message.connection.peer, names, message.accept, content)

@@ -17,7 +17,7 @@ from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestQuery
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
@@ -81,18 +81,16 @@ class EventsQuery(RequestQuery, frozen=True):
 class EventHandlers:
     """The handler of the events of one node."""
 
-    def __init__(self, node: Node, events: Events) -> None:
-        self._node = node
+    def __init__(self, events: Events) -> None:
         self._events = events
 
-    async def events(self, request: Request) -> AsyncIterator[bytes]:
+    async def events(self, request: RequestOf[EventsQuery]) -> AsyncIterator[bytes]:
         """Return the stored events after a number as lines, and with `follow` later ones too.
 
         mpsd disconnects a follower that is too slow; the follower can continue after the last number that it has.
         Raises InvalidRequestError for a number that is no longer stored, so that no gap arises, and for a future one.
         """
-        query, events = request.query, self._events
-        assert isinstance(query, EventsQuery)  # noqa: S101 - the route table says so
+        query, events = request.content, self._events
         events.flush()  # numbering the pending events may delete the oldest stored ones
         return _lines(events, _position(events, query), query)
 
@@ -198,10 +196,9 @@ class HistoryHandlers:
         self._node = node
         self._accountant = accountant
 
-    async def history(self, request: Request) -> answer_types.History:
+    async def history(self, request: RequestOf[HistoryQuery]) -> answer_types.History:
         """Return the history: by GPU for every caller, otherwise of the users whose leases the caller may see."""
-        query = request.query
-        assert isinstance(query, HistoryQuery)  # noqa: S101 - the route table says so
+        query = request.content
         now = clock.now()
         since, until = _moment(query.since, now), _moment(query.until, now)
         is_open, until = until >= now, min(until, now)
@@ -242,7 +239,7 @@ class HistoryHandlers:
         """Return the test whether a uid's leases are in the answer; uid None stands for memory outside of leases."""
         if by is By.GPU and user is None:
             return lambda _: True
-        own = None if request.admin or self._node.settings.current.api.open else request.credentials.uid
+        own = None if request.principal.admin or self._node.settings.current.api.open else request.uid
         return lambda uid: uid is not None and own in {None, uid} and user in {None, uid}
 
 

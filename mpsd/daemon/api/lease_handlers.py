@@ -1,6 +1,6 @@
 """The handlers of the lease routes: which callers may see and change a lease, and which holder a new one has."""
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Final
 
@@ -15,7 +15,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestQuery, is_own, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -58,13 +58,11 @@ class LeaseHandlers:
         self._node = node
         self._collector = collector
 
-    async def leases(self, request: Request) -> answer_types.Leases:
+    async def leases(self, request: RequestOf[LeasesQuery]) -> answer_types.Leases:
         """Return the leases that the caller may see, ended ones on request, and the sums of the others."""
-        query = request.query
-        assert isinstance(query, LeasesQuery)  # noqa: S101 - the route table says so
         ledger = self._node.leases.ledger
         places = ledger.places(clock.monotonic())
-        listed = [*ledger.all(), *(self._node.leases.ended if query.ended else ())]
+        listed = [*ledger.all(), *(self._node.leases.ended if request.content.ended else ())]
         seen = [lease for lease in listed if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
@@ -114,8 +112,7 @@ class LeaseHandlers:
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease in the path. Raises NotFoundError, and NotPermittedError for another user's lease."""
         lease = self._node.leases.find(request.names["id"])
-        allowed = is_own(request, lease) if act else self._may_see(request, lease)
-        if not allowed:
+        if not (is_own(request, lease) if act else self._may_see(request, lease)):
             raise NotPermittedError(
                 f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
             )
@@ -128,24 +125,28 @@ class LeaseHandlers:
         self._node.leases.group_commit.commit()
         return answer
 
-    async def admit(self, request: Request) -> answer_types.Lease:
+    async def admit(self, request: RequestOf[bodies.LeaseRequest]) -> answer_types.Lease:
         """Grant a lease, now or after waiting for it, or say why not."""
-        assert isinstance(request.body, bodies.LeaseRequest)  # noqa: S101 - the route table says so
-        began, body = clock.monotonic(), request.body
-        if body.owner is not None and not request.admin:
+        began, body = clock.monotonic(), request.content
+        if body.owner is not None and not request.principal.admin:
             raise NotPermittedError(
                 "only an administrator can take out a lease for another user",
                 hint="take it out for yourself, without an owner (--user), or ask an administrator",
             )
         try:
-            if body.pid is None and body.holder is None and body.owner is None:
-                lease = await self._admit(request, body, naming.of_peer(request), is_named=False)
-            else:
-                is_named = body.pid is not None or body.holder is not None
-                with naming.of_request(request, body, self._node.settings.current) as named:
-                    lease = await self._admit(request, body, named, is_named=is_named)
+            with naming.of_request(request, self._node.settings.current) as (owner, user, holder):
+                lease = await self._node.admit(
+                    _lease_request(body),
+                    owner,
+                    holder,
+                    user,
+                    wait=body.wait,
+                    ttl=body.ttl,
+                    has_left=request.peer.has_left,
+                    is_named=body.pid is not None or body.holder is not None,
+                )
         except CapacityError as error:
-            if error.limit in health.LIMITS and not request.operator:
+            if error.limit in health.LIMITS and not request.principal.operator:
                 error.hint = health.REFUSED_HINT
             elif isinstance(error, DoesNotFitError):
                 error.hint += self._holding(request, error)
@@ -153,21 +154,6 @@ class LeaseHandlers:
         if lease.granted == lease.created:  # the request did not wait
             self._collector.grants.observe(clock.monotonic() - began)
         return rendering.lease(lease)
-
-    def _admit(
-        self, request: Request, body: bodies.LeaseRequest, named: naming.NamedOrClaim, *, is_named: bool
-    ) -> Awaitable[Lease]:
-        owner, user, holder = named
-        return self._node.admit(
-            _lease_request(body),
-            owner,
-            holder,
-            user,
-            wait=body.wait,
-            ttl=body.ttl,
-            has_left=request.peer.has_left,
-            is_named=is_named,
-        )
 
     def _holding(self, request: Request, error: DoesNotFitError) -> str:
         """Name the leases that hold most of the lacking resource, if its caller may see them, and the others' sum."""
@@ -191,24 +177,23 @@ class LeaseHandlers:
             said.append(f"leases of other users have {_amount(hidden)}")
         return f"; {', '.join(said)}" if said else ""
 
-    async def add_holder(self, request: Request) -> answer_types.Lease:
+    async def add_holder(self, request: RequestOf[bodies.HolderRequest]) -> answer_types.Lease:
         """Add or replace the holder of a lease, or take its claim; answer when that is stored and the limits open."""
-        assert isinstance(request.body, bodies.HolderRequest)  # noqa: S101 - the route table says so
-        body, lease = request.body, self._node.leases.find(request.names["id"])
+        body, lease = request.content, self._node.leases.find(request.names["id"])
         if body.token is not None and not naming.is_token(body.token, lease):
             raise NotPermittedError(
                 f"the token is not that of lease {lease.id}",
                 hint="pass the token that came with the lease (MPSD_LEASE_TOKEN)",
             )
         if body.claim is not None:
-            seconds = naming.claim_seconds(request, body, self._node.settings.current)
+            seconds = naming.claim_seconds(request, self._node.settings.current)
             await self._see_clients(lease)
             return rendering.lease(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
         if body.token is None:
             self._theirs(request, act=True)
             naming.check_holders(request, lease)
         is_claim = body.token is not None or lease.claim is not None
-        with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
+        with naming.of_holder(request, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:
                 lease = await self._node.take(lease.id, owner, named, user)
             else:
@@ -216,24 +201,23 @@ class LeaseHandlers:
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
         return rendering.lease(lease)
 
-    async def release(self, request: Request) -> None:
+    async def release(self, request: RequestOf[ReleaseQuery]) -> None:
         """End a lease; a lease that has ended already is no error.
 
         Raises AlreadyClaimedError for a lease that was taken, where the caller wants to release it only if it was not.
         The check and the release take place in the same turn of the loop.
         """
-        assert isinstance(request.query, ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
-        if request.query.untaken:
+        if request.content.untaken:
             self._node.leases.claims.check_untaken(lease)
-        verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
-        await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
+        verb = "released" if lease.owner.uid == request.uid else "revoked"
+        await self._node.leases.release(lease.id, f"uid {request.uid} {verb} it")
 
     async def end(self, request: Request) -> answer_types.Lease:
         """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
-        self._node.leases.close(lease.id, f"uid {request.credentials.uid} ended it")
+        self._node.leases.close(lease.id, f"uid {request.uid} ended it")
         return rendering.lease(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:
@@ -241,13 +225,14 @@ class LeaseHandlers:
         if lease.shares and lease.state is not LeaseState.ENDED:
             await self._node.refresh(lease)
 
-    async def renew(self, request: Request) -> answer_types.Lease:
+    async def renew(self, request: RequestOf[bodies.RenewRequest]) -> answer_types.Lease:
         """Extend a lease."""
-        assert isinstance(request.body, bodies.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
-        ttl = users.time_to_live(users.quota_of(request.user, self._node.settings.current), request.body.ttl)
-        return rendering.lease(self._node.leases.renew(lease.id, ttl or request.body.ttl))
+        ttl = users.time_to_live(
+            users.quota_of(request.principal.user, self._node.settings.current), request.content.ttl
+        )
+        return rendering.lease(self._node.leases.renew(lease.id, ttl or request.content.ttl))
 
     async def attach(self, request: Request) -> answer_types.Lease:
         """Open a lease's limits for its further processes, and answer when they are open."""
@@ -255,12 +240,11 @@ class LeaseHandlers:
         self._node.quarantine.check(lease.owner.uid)
         return rendering.lease(await self._node.leases.clients.attach(lease.id))
 
-    async def cdi(self, request: Request) -> bytes:
+    async def cdi(self, request: RequestOf[CdiQuery]) -> bytes:
         """Return the CDI document of a claimed lease that no holder has taken; its hook runs mpsd's own mpsctl.
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """
-        assert isinstance(request.query, CdiQuery)  # noqa: S101 - the route table says so
         lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
         if len(lease.shares) > 1:
             raise InvalidRequestError(
@@ -272,7 +256,7 @@ class LeaseHandlers:
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = rendering.lease(lease)["env"]
         program = (str(installation.programs() / "mpsctl"),)
-        return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.query.shared_memory))
+        return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.content.shared_memory))
 
     async def verify(self, request: Request) -> answer_types.Verify:
         """Tell whether every process of a lease is under MPS and within its limits, by facts read for this answer."""
@@ -305,8 +289,6 @@ def _amount(shares: Collection[Share]) -> str:
 _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 
-_STOPS: Final = {each.value: each for each in model.Stop}
-
 
 def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
     """Convert a request from its wire form. Raises InvalidRequestError."""
@@ -322,6 +304,6 @@ def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
         labels=body.labels,
         request_id=body.request_id,
         client_priority=body.client_priority,
-        stop=_STOPS[body.stop],
+        stop=model.Stop(body.stop),
         ttl=body.ttl,
     )

@@ -2,17 +2,17 @@
 
 import hmac
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Final, NamedTuple, TypeAlias
 
 from mpsd.core import holders
 from mpsd.core.admission import users
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
-from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
+from mpsd.core.model import Claim, GroupLife, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
-from mpsd.daemon.api.table import Request
+from mpsd.daemon.api.table import Request, RequestOf
 from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.system.processes import control_groups, proc, process
 from mpsd.system.processes.control_groups import OpenGroup, UnseenHierarchyError
@@ -27,24 +27,18 @@ NamedOrClaim: TypeAlias = tuple[Owner, UserIdentity, NamedHolder | Claim]
 _ONE: Final = "name one holder"
 
 
-def of_peer(request: Request) -> Named:
-    """Return the owner and the holder of a request that names neither: the process that connected.
-
-    The connection watches that process, and stops doing so when it closes. Raises PeerUnknownError.
-    """
-    living, credentials = _connected(request), request.credentials
-    started = living.started
-    owner = Owner(credentials.uid, credentials.gid, living.identity.pid, started)
-    return owner, request.user, NamedHolder(HoldingProcess(living.identity, started), living)
-
-
 @contextmanager
-def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[NamedOrClaim]:
-    """Yield the owner and the holder that a lease request names.
+def of_request(request: RequestOf[LeaseRequest], settings: Settings) -> Iterator[NamedOrClaim]:
+    """Yield the owner and the holder that a lease request names: by default the process that connected.
 
-    Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
+    The connection watches that process, and stops doing so when it closes. Raises InvalidRequestError,
+    NotPermittedError, PeerUnknownError and QuotaError.
     """
-    holder = body.holder
+    body, holder = request.content, request.content.holder
+    if holder is None and body.pid is None and body.owner is None:
+        living, who = _connected(request), request.peer.credentials
+        yield *_owner(request, None, who.uid, who.gid, living), NamedHolder.process(living)
+        return
     if holder is None:
         with _process(request, body.pid) as named:
             held = NamedHolder.process(named.living, None if body.owner is None else named.real_uid)
@@ -55,25 +49,22 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
     if holder.claim is not None:
         yield _claim(request, holder.claim, body.owner, settings)
         return
-    group = _group(request, holder.cgroup, holder.unit)
-    try:
-        ttl = users.time_to_live(users.quota_of(request.user, settings), body.ttl)
+    with closing(_group(request, holder.cgroup, holder.unit)) as group:
+        ttl = users.time_to_live(users.quota_of(request.principal.user, settings), body.ttl)
         _check_group(request, group, is_bounded=ttl is not None)
-        uid, gid = _user_of_group(request, group, body.owner)
-        yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))
-    finally:
-        group.close()
+        yield *_owner_of_group(request, group, body.owner), NamedHolder.group(group, GroupLife(holder.life))
 
 
 @contextmanager
-def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: bool) -> Iterator[Named]:
+def of_holder(request: RequestOf[HolderRequest], lease: Lease, *, is_claim: bool) -> Iterator[Named]:
     """Yield the owner and the holder of a request for another holder; `is_claim`: whether that holder takes a claim.
 
     Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
     """
+    body = request.content
     if sum(each is not None for each in (body.pid, body.cgroup, body.unit)) > 1:
         raise InvalidRequestError("a holder is a pid, a cgroup or a unit", hint=_ONE, limit="holder")
-    if body.owner is not None and not (request.admin and is_claim):
+    if body.owner is not None and not (request.principal.admin and is_claim):
         raise NotPermittedError(
             "only an administrator that takes a claim can name the owner of the lease", hint="omit owner"
         )
@@ -91,26 +82,22 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
                 yield *owners, NamedHolder.process(living, None if named.real_uid == owner_uid else named.real_uid)
                 return
-            group = control_groups.of_process(living.pid)
-            try:
+            with closing(control_groups.of_process(living.pid)) as group:
                 held = NamedHolder.group(group, life)  # before `is_gone`: the group is then that of this process
                 if living.is_gone():
                     raise _no_process(living.pid)
                 _check_group(request, group, is_bounded=is_bounded)
                 yield *owners, held
-            finally:
-                group.close()
         return
-    group = _group(request, body.cgroup, body.unit)
-    try:
+    with closing(_group(request, body.cgroup, body.unit)) as group:
         _check_group(request, group, is_bounded=is_bounded)
-        wanted = body.owner
+        wanted, owner = body.owner, lease.owner
         if wanted is None and lease.claim is not None and lease.claim.uid is not None:
-            wanted = RequestedOwner(lease.owner.uid, lease.owner.gid)
-        uid, gid = _user_of_group(request, group, wanted) if is_claim else (lease.owner.uid, lease.owner.gid)
-        yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
-    finally:
-        group.close()
+            wanted = RequestedOwner(owner.uid, owner.gid)
+        if is_claim:
+            yield *_owner_of_group(request, group, wanted), NamedHolder.group(group, life)
+        else:
+            yield *_owner(request, wanted, owner.uid, owner.gid, None), NamedHolder.group(group, life)
 
 
 def check_holders(request: Request, lease: Lease) -> None:
@@ -118,30 +105,29 @@ def check_holders(request: Request, lease: Lease) -> None:
 
     Raises NotPermittedError, and OSError without descriptors.
     """
-    for holder in holders.groups(lease) if not request.admin else ():
-        try:
-            group = control_groups.reopen(holder.group)
-        except UnseenHierarchyError:
-            group = None
-        owners = set() if group is None else group.owners()
-        if group is not None:
-            group.close()
-        if owners != {request.credentials.uid}:
+    for holder in holders.groups(lease) if not request.principal.admin else ():
+        owners = set[int]()
+        with suppress(UnseenHierarchyError):
+            if (group := control_groups.reopen(holder.group)) is not None:
+                with closing(group):
+                    owners = group.owners()
+        if owners != {request.uid}:
             raise NotPermittedError(
                 f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
-                f" {request.credentials.uid}: an administrator alone changes its holders",
+                f" {request.uid}: an administrator alone changes its holders",
                 hint="every process of that uid in the group is a client of the lease already; for others, take out a"
                 " lease: mpsctl run",
             )
 
 
-def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
+def claim_seconds(request: RequestOf[HolderRequest], settings: Settings) -> float:
     """Return how long a claim holds a lease. Raises NotPermittedError and InvalidRequestError.
 
     The claim is for the owner of the lease, or for the uid that it names.
     """
+    body = request.content
     assert body.claim is not None  # noqa: S101 - the caller has checked it
-    if not request.admin:
+    if not request.principal.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
     named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.gid)
     if any(each is not None for each in named) or body.group or not body.replace:
@@ -166,16 +152,13 @@ def _owner(
     if wanted is not None:
         user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
         return Owner(wanted.uid, wanted.gid, pid, started), user
-    return Owner(uid, gid, pid, started), _identity(request, uid, gid)
-
-
-def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
-    """Return a user with the groups that count for quotas: all of the caller, the given one of another user."""
-    return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
+    # The groups that count for quotas: all of the caller, the given one of another user.
+    user = request.principal.user
+    return Owner(uid, gid, pid, started), user if uid == user.uid else UserIdentity(uid, frozenset((gid,)))
 
 
 def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> NamedOrClaim:
-    if not request.admin:
+    if not request.principal.admin:
         raise NotPermittedError(
             "only an administrator can claim a lease for others", hint="take out a lease: mpsctl run"
         )
@@ -184,7 +167,7 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
     if owner is None and wanted.uid is not None:
         owner = RequestedOwner(wanted.uid, wanted.uid if wanted.gid is None else wanted.gid)
     seconds = settings.admission.claim_deadline if wanted.deadline is None else wanted.deadline
-    credentials = request.credentials
+    credentials = request.peer.credentials
     claim = Claim(seconds, None if owner is None else owner.uid)
     return *_owner(request, owner, credentials.uid, credentials.gid, None), claim
 
@@ -195,14 +178,14 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
 def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     """Open the control group that a caller named. Raises InvalidRequestError."""
     if unit is not None:
-        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+        return control_groups.of_unit(unit, 0 if request.principal.admin else request.uid)
     return control_groups.named(path or "")
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:
     """Refuse a control group that the caller may not name. Raises NotPermittedError and InvalidRequestError."""
-    uid = request.credentials.uid
-    if request.admin:
+    uid = request.uid
+    if request.principal.admin:
         return
     if group.owners() != {uid}:
         raise NotPermittedError(
@@ -219,21 +202,22 @@ def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> Non
         )
 
 
-def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[int, int]:
-    """Return the uid and gid of the processes of a group. Raises InvalidRequestError where they are unknown."""
-    if wanted is not None:
-        return wanted.uid, wanted.gid
-    if not request.admin:
-        return request.credentials.uid, request.credentials.gid
-    for pid in group.processes():
-        user = proc.effective_user(pid) if pid else None
-        if user is not None:
-            return user
-    raise InvalidRequestError(
-        f"the control group {group.group.path} has no process yet, so its user is unknown",
-        hint="name its owner: owner (--user NAME)",
-        limit="owner",
-    )
+def _owner_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[Owner, UserIdentity]:
+    """Return the owner of a lease that a group holds: the named one, the caller, or for an administrator any user.
+
+    Raises InvalidRequestError where no process of the group shows its user.
+    """
+    who = request.peer.credentials
+    user: tuple[int, int] | None = (who.uid, who.gid)
+    if wanted is None and request.principal.admin:
+        user = next(filter(None, (proc.effective_user(pid) for pid in group.processes() if pid)), None)
+    if user is None:
+        raise InvalidRequestError(
+            f"the control group {group.group.path} has no process yet, so its user is unknown",
+            hint="name its owner: owner (--user NAME)",
+            limit="owner",
+        )
+    return _owner(request, wanted, *user, None)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -252,22 +236,19 @@ class _NamedProcess(NamedTuple):
 @contextmanager
 def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
     """Yield the process that a caller named, or the caller's own."""
-    if pid is None or pid == request.credentials.pid:
+    if pid is None or pid == request.peer.credentials.pid:
         living = _connected(request)
-        yield _NamedProcess(living, request.credentials.uid, request.credentials.gid, proc.real_uid(living.pid))
+        yield _NamedProcess(living, request.uid, request.peer.credentials.gid, proc.real_uid(living.pid))
         return
-    named = _opened(request, pid)
-    try:
+    with closing(_opened(request, pid)) as named:
         yield _with_user(request, named)
-    finally:
-        named.close()
 
 
 def _connected(request: Request) -> Process:
     """Return the calling process. Raises PeerUnknownError when the kernel does not show it."""
     connected = request.peer.process()
     if connected is None:
-        unseen = request.credentials.pid == 0
+        unseen = request.peer.credentials.pid == 0
         raise PeerUnknownError(
             (
                 "the calling process is outside mpsd's pid namespace: mpsd sees its pid as 0, cannot tell it"
@@ -284,7 +265,7 @@ def _connected(request: Request) -> Process:
 
 def _opened(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
-    if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
+    if request.peer.credentials.pid == 0 or proc.is_nested(request.peer.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
             hint="take out the lease from the process that will hold it: mpsctl run",
@@ -309,8 +290,8 @@ def _with_user(request: Request, named: Process) -> _NamedProcess:
     # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)
-    if user[0] != request.credentials.uid and not request.admin:
-        because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
+    if user[0] != request.uid and not request.principal.admin:
+        because = f"process {named.pid} does not belong to uid {request.uid}"
         raise NotPermittedError(because, hint="name a process of your own")
     return _NamedProcess(named, *user, real_uid)
 

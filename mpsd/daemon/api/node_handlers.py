@@ -16,7 +16,7 @@ from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestQuery, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
@@ -52,20 +52,19 @@ class NodeHandlers:
 
     async def principal(self, request: Request) -> answer_types.Principal:
         """Return the user and the role of the caller."""
-        who = request.credentials
-        return answer_types.Principal(uid=who.uid, gid=who.gid, role=request.role.name.lower())
+        who, role = request.peer.credentials, request.principal.role
+        assert role is not None  # noqa: S101 - the dispatcher has checked it
+        return answer_types.Principal(uid=who.uid, gid=who.gid, role=role.name.lower())
 
-    async def metrics(self, request: Request) -> Answer:
+    async def metrics(self, request: RequestOf[MetricsQuery]) -> Answer:
         """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
-        query = request.query
-        assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
         media_type = negotiated(request.accept)
-        shows = partial(may_see, request, self._node.settings.current) if query.users else None
+        shows = partial(may_see, request, self._node.settings.current) if request.content.users else None
         return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> answer_types.Status:
         """Return the node in one answer, all of it from one moment."""
-        node, found, operator = self._node, self._node.health(), request.operator
+        node, found, operator = self._node, self._node.health(), request.principal.operator
         return answer_types.Status(
             healthy=found.healthy,
             because=found.because,
@@ -103,7 +102,7 @@ class NodeHandlers:
 
     async def gpus(self, request: Request) -> answer_types.Gpus:
         daemons = self._node.control_daemons.all()
-        gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
+        gpus = [self._gpu(view, daemons, operator=request.principal.operator) for view in self._node.gpus.views()]
         return answer_types.Gpus(gpus=gpus)
 
     def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> answer_types.Gpu:
@@ -134,7 +133,9 @@ class NodeHandlers:
 
     async def daemons(self, request: Request) -> answer_types.Daemons:
         return answer_types.Daemons(
-            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.control_daemons.all()]
+            daemons=[
+                rendering.daemon(each, operator=request.principal.operator) for each in self._node.control_daemons.all()
+            ]
         )
 
     async def clients(self, _: Request) -> answer_types.Clients:

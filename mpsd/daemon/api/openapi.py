@@ -1,7 +1,6 @@
 """The API's own document. It is made from the route table and the schemas alone, so that it cannot differ from them."""
 
 import http
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, is_typeddict
@@ -10,7 +9,7 @@ import msgspec
 
 from mpsd import __version__
 from mpsd.client import answer_types
-from mpsd.daemon.api.table import Request, RequestBody, RequestQuery, Route
+from mpsd.daemon.api.table import Request, RequestBody, RequestQuery, Route, names_in
 from mpsd.daemon.http.message import MEDIA_TYPE, Problem
 
 _REF: Final = "#/components/schemas/{name}"
@@ -80,7 +79,6 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, components)
-    tags = {tag for methods in paths.values() for operation in methods.values() for tag in operation["tags"]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -91,7 +89,7 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
         },
         "servers": [{"url": "http://mpsd"}],
         "security": [],
-        "tags": [{"name": name, "description": text} for name, text in _TAGS.items() if name in tags],
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
         "paths": paths,
         "components": {"schemas": {name: _portable(components[name]) for name in sorted(components)}},
     }
@@ -181,15 +179,19 @@ def _kinds(route: Route[Any, Any]) -> Iterable[type]:
 
 def _operation(route: Route[Any, Any], components: Mapping[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": route.name or f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path)}",
+        "operationId": route.name,
         "tags": [next((_TAG_OF[each] for each in route.path.split("/") if each in _TAG_OF), "node")],
-        "summary": route.summary or f"{route.method} {route.path}",
+        "summary": route.summary,
         "description": f"Needs the role {route.role.name.lower()}.",
     }
-    responses = {status: _problem(status) for status in _errors(route)}
+    names = names_in(route.path)
+    errors = {*_ALWAYS, *route.errors, *(_NAMED if names else ()), *(_BODY if route.body is not None else ())}
+    responses = {status: _problem(status) for status in errors}
     responses |= {status: _answer(status, route) for status in route.answer.statuses}
     operation["responses"] = {str(status): responses[status] for status in sorted(responses)}
-    parameters = [_in_path(name) for name in _names(route)]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    ]
     if route.query is not None:
         parameters += _in_query(route.query)
     if parameters:
@@ -201,25 +203,6 @@ def _operation(route: Route[Any, Any], components: Mapping[str, Any]) -> dict[st
             "content": {"application/json": {"schema": _ref(route.body.__name__)}},
         }
     return operation
-
-
-def _names(route: Route[Any, Any]) -> list[str]:
-    """Return the names in a route's path."""
-    return re.findall(r"\{(\w+)\}", route.path)
-
-
-def _errors(route: Route[Any, Any]) -> set[int]:
-    """Return the statuses of all errors that a route can answer."""
-    return {
-        *_ALWAYS,
-        *route.errors,
-        *(_NAMED if _names(route) else ()),
-        *(_BODY if route.body is not None else ()),
-    }
-
-
-def _in_path(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _in_query(query: type[RequestQuery]) -> Iterable[dict[str, Any]]:

@@ -12,7 +12,7 @@ from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.bodies import DrainRequest, HoldRequest
-from mpsd.daemon.api.table import Request
+from mpsd.daemon.api.table import Request, RequestOf
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -33,7 +33,7 @@ class OperatorHandlers:
         self._reload = reload
         self._operations: OrderedDict[str, answer_types.Operation] = OrderedDict()
 
-    async def reload(self, request: Request) -> answer_types.Reload:  # noqa: ARG002 - a handler's signature
+    async def reload(self, _: Request) -> answer_types.Reload:
         """Read the configuration again, and apply what changed; an invalid one changes nothing."""
         done = await self._reload()
         daemons = {name: [*settings] for name, settings in done.daemons.items()}
@@ -48,39 +48,37 @@ class OperatorHandlers:
         self._node.gpus.reset(supervisor.gpu.uuid)
         return self._done(request, supervisor, "reset", "reset")
 
-    async def hold(self, request: Request) -> answer_types.Operation:
+    async def hold(self, request: RequestOf[HoldRequest]) -> answer_types.Operation:
         """Stop admission to a control daemon until it is resumed; stored before the answer."""
-        assert isinstance(request.body, HoldRequest)  # noqa: S101 - the route table says so
         supervisor = self._node.control_daemons.supervisor(request.names["name"])
-        because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
+        because = f"uid {request.uid} holds it{_quoted(request.content.reason)}"
         supervisor.intend(OperatorCommand(Intent.HOLD, because))
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> answer_types.Operation:
         """Resume admission; stored before the answer."""
         supervisor = self._node.control_daemons.supervisor(request.names["name"])
-        self._node.control_daemons.resume(supervisor, f"uid {request.credentials.uid} resumed it")
+        self._node.control_daemons.resume(supervisor, f"uid {request.uid} resumed it")
         return self._done(request, supervisor, "resume", "resumed")
 
-    async def drain(self, request: Request) -> answer_types.Operation:
+    async def drain(self, request: RequestOf[DrainRequest]) -> answer_types.Operation:
         """Stop admission, and wait until no client or lease is left; stored before the answer."""
         return self._begun(request, Intent.DRAIN, "drains it")
 
-    async def restart(self, request: Request) -> answer_types.Operation:
+    async def restart(self, request: RequestOf[DrainRequest]) -> answer_types.Operation:
         """Replace a control daemon when no client or lease is left; stored before the answer."""
         return self._begun(request, Intent.RESTART, "restarts it")
 
-    def _begun(self, request: Request, intent: Intent, does: str) -> answer_types.Operation:
+    def _begun(self, request: RequestOf[DrainRequest], intent: Intent, does: str) -> answer_types.Operation:
         """Begin a long operation, or join one that has begun already, and return it."""
-        assert isinstance(request.body, DrainRequest)  # noqa: S101 - the route table says so
-        supervisor, timeout = self._node.control_daemons.supervisor(request.names["name"]), request.body.timeout
-        if timeout is not None and not request.admin:
+        supervisor, timeout = self._node.control_daemons.supervisor(request.names["name"]), request.content.timeout
+        if timeout is not None and not request.principal.admin:
             raise NotPermittedError(
                 "a drain with a timeout ends the leases of other users, which needs the role admin",
                 hint="drain without a timeout, or ask an administrator",
                 limit="timeout",
             )
-        because = f"uid {request.credentials.uid} {does}{_quoted(request.body.reason)}"
+        because = f"uid {request.uid} {does}{_quoted(request.content.reason)}"
         operation = supervisor.drainer.operation(
             supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout))
         )
@@ -90,7 +88,7 @@ class OperatorHandlers:
     def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> answer_types.Operation:
         """Keep a finished operation, and return it."""
         name, now, state = supervisor.name, rendering.time(clock.now()), supervisor.snapshot().state
-        because = f"uid {request.credentials.uid} {did} {name}; it is {state}"
+        because = f"uid {request.uid} {did} {name}; it is {state}"
         done = answer_types.Operation(
             id=_operation_id(),
             daemon=name,
@@ -109,7 +107,7 @@ class OperatorHandlers:
     async def canary(self, request: Request) -> answer_types.Canary:
         """Send a canary to a control daemon, after one that runs."""
         supervisor = self._node.control_daemons.supervisor(request.names["name"])
-        reason = Suspicion(Cause.COMMAND, f"uid {request.credentials.uid} wants to know whether it serves")
+        reason = Suspicion(Cause.COMMAND, f"uid {request.uid} wants to know whether it serves")
         return rendering.canary(supervisor.name, await self._node.control_daemons.examine(supervisor, reason))
 
     async def pardon(self, request: Request) -> None:
@@ -117,7 +115,7 @@ class OperatorHandlers:
         uid = request.names["uid"]
         if not (uid.isascii() and uid.isdecimal() and len(uid) <= _MOST_DIGITS):
             raise NotFoundError(f"{uid!r} is not a uid", hint="those that are quarantined: mpsctl status")
-        self._node.quarantine.pardon(int(uid), request.credentials.uid)
+        self._node.quarantine.pardon(int(uid), request.uid)
 
     async def operation(self, request: Request) -> answer_types.Operation:
         operation = request.names["id"]

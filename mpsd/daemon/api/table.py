@@ -3,21 +3,24 @@
 `routes` has the rows themselves.
 """
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from mpsd.core.model import Lease
-from mpsd.core.roles import Role, UserIdentity
+from mpsd.core.roles import Role
 from mpsd.core.settings import Settings
 from mpsd.daemon.http.message import Answer
-from mpsd.daemon.http.peer import Peer
+from mpsd.daemon.http.peer import Peer, Principal
 from mpsd.system.files.encoding import to_json
-from mpsd.system.sockets.credentials import PeerCredentials
 
 # -- requests ----------------------------------------------------------------------------------------------------------
+
+
+C_co = TypeVar("C_co", covariant=True)
 
 
 class RequestBody(Struct, forbid_unknown_fields=True):
@@ -33,29 +36,30 @@ class RequestQuery(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A request as its handler gets it: the caller, the names in the path, and the typed query and body.
+    """A request as its handler gets it: the caller, and the names in the path."""
 
-    `query` and `body` have the types that the route's row names, and are None where it names none.
-    """
-
-    credentials: PeerCredentials
-    user: UserIdentity
-    admin: bool
-    operator: bool
-    """Whether it may hold, drain and resume control daemons, as an administrator may too."""
-    role: Role
+    principal: Principal
     peer: Peer
     """The process that connected, and whether it still waits for the answer."""
     names: Mapping[str, str]
-    query: RequestQuery | None = None
-    body: RequestBody | None = None
-    accept: str = ""
-    """The media types that the caller accepts, if its request names any."""
+    accept: str
+    """The media types that the caller accepts; empty where its request names none."""
+
+    @property
+    def uid(self) -> int:
+        """The uid of the caller."""
+        return self.peer.credentials.uid
+
+
+class RequestOf(Request, Generic[C_co], frozen=True):
+    """A request with a body or query parameters, in the type that the route's row names."""
+
+    content: C_co
 
 
 def is_own(request: Request, lease: Lease) -> bool:
     """Tell whether a lease is the caller's own, or the caller an administrator."""
-    return request.admin or lease.owner.uid == request.credentials.uid
+    return request.principal.admin or lease.owner.uid == request.uid
 
 
 def may_see(request: Request, settings: Settings, lease: Lease) -> bool:
@@ -103,23 +107,16 @@ class AnswerKind(Generic[A]):
     """The sentence about the answer in the API's document; empty for the name of the status."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusBy:
-    """The status of a JSON answer where a field of the answer decides it."""
+def json(kind: type[J], status: int = 200, *, not_ok: int | None = None) -> AnswerKind[J]:
+    """Return the kind that answers with a type of `answer_types` as JSON.
 
-    field: str
-    statuses: Mapping[object, int]
-    """The status for each value that the field can have."""
-
-
-def json(kind: type[J], status: int | StatusBy = 200) -> AnswerKind[J]:
-    """Return the kind that answers with a type of `answer_types` as JSON."""
-    if isinstance(status, StatusBy):
-        field, by_value = status.field, dict(status.statuses)
-        return AnswerKind(
-            lambda answer: Answer(by_value[answer[field]], to_json(answer)), tuple(by_value.values()), JSON, kind
-        )
-    return AnswerKind(lambda answer: Answer(status, to_json(answer)), (status,), JSON, kind)
+    `not_ok`: the status where the field `ok` of the answer is false, if that decides it.
+    """
+    if not_ok is None:
+        return AnswerKind(lambda answer: Answer(status, to_json(answer)), (status,), JSON, kind)
+    return AnswerKind(
+        lambda answer: Answer(status if answer["ok"] else not_ok, to_json(answer)), (status, not_ok), JSON, kind
+    )
 
 
 def negotiated(media_type: str, description: str) -> AnswerKind[Answer]:
@@ -127,9 +124,9 @@ def negotiated(media_type: str, description: str) -> AnswerKind[Answer]:
     return AnswerKind(lambda answer: answer, (200,), media_type, {"type": "string"}, None, description)
 
 
-def raw(media_type: str, schema: Mapping[str, object], description: str) -> AnswerKind[bytes]:
-    """Return the kind that answers with bytes that the handler has encoded already."""
-    return AnswerKind(lambda answer: Answer(200, answer, media_type), (200,), media_type, schema, None, description)
+def document(description: str) -> AnswerKind[bytes]:
+    """Return the kind that answers with a JSON object that the handler has encoded already."""
+    return AnswerKind(lambda answer: Answer(200, answer), (200,), JSON, {"type": "object"}, None, description)
 
 
 def lines(line: type[Struct], description: str) -> AnswerKind[AsyncIterator[bytes]]:
@@ -147,10 +144,18 @@ def nothing(status: int) -> AnswerKind[None]:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+C = TypeVar("C")
 H = TypeVar("H")
 T = TypeVar("T")
 
-Handler: TypeAlias = Callable[[Request], Awaitable[A]]
+Handler: TypeAlias = Callable[[RequestOf[C]], Awaitable[A]]
+
+_NAME: Final = re.compile(r"\{(\w+)\}")
+
+
+def names_in(path: str) -> list[str]:
+    """Return the names in the path of a row."""
+    return _NAME.findall(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,64 +167,46 @@ class Route(Generic[H, A]):
     """A name in braces stands for everything between two slashes."""
     role: Role
     """The least role that may use the route."""
-    handler: Callable[[H], Handler[A]]
+    handler: Callable[[H], Handler[Any, A]]
     """Picks the row's handler."""
     answer: AnswerKind[A]
-    query: type[RequestQuery] | None = None
+    name: str
+    """The `operationId`, which names the method of generated clients and stays."""
+    summary: str
+    """A short description of the route for lists."""
+    query: type[Any] | None = None
     """The query parameters; a route without them refuses a query string."""
-    body: type[RequestBody] | None = None
+    body: type[Any] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
-    name: str = ""
-    """The `operationId`, which names the method of generated clients and stays; empty for one made of the path."""
-    summary: str = ""
-    """A short description of the route for lists."""
-
-
-class _Step(Generic[T]):
-    """A place in the tree of paths: its rows by method, and the steps that follow it."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, T] = {}
-        self.next: dict[str, _Step[T]] = {}
-        self.any: tuple[str, _Step[T]] | None = None
-        """The step that follows for every other text, and the name of that text."""
 
 
 class Table(Generic[T]):
     """Finds a row by its path, and the values of the {names} in that path."""
 
     def __init__(self) -> None:
-        self._first = _Step[T]()
+        self._rows: dict[str, dict[str, T]] = {}
+        """By path and method."""
+        self._named: dict[str, re.Pattern[str]] = {}
+        """The pattern of each path with names."""
 
     def add(self, method: str, path: str, what: T) -> None:
-        """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes.
-
-        Where a path has a name, all paths with the same beginning must have the same name there, or a text: the text
-        then never counts as a value of the name. Raises ValueError.
-        """
-        step = self._first
-        for part in path.split("/"):
-            if not part.startswith("{"):
-                step = step.next.setdefault(part, _Step())
-                continue
-            name, step.any = part[1:-1], step.any or (part[1:-1], _Step())
-            if step.any[0] != name:
-                raise ValueError(f"{path}: this part has the name {step.any[0]} in another path")
-            step = step.any[1]
-        step.rows[method] = what
+        """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes."""
+        rows = self._rows.setdefault(path, {})
+        rows[method] = what
         if method == "GET":
-            step.rows["HEAD"] = what
+            rows["HEAD"] = what
+        if "{" in path:
+            self._named[path] = re.compile(_NAME.sub(r"(?P<\1>[^/]+)", path))
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
-        """Return the rows of a path, by method, and the names in it; nothing where there is no such path."""
-        step, names = self._first, dict[str, str]()
-        for part in path.split("/"):
-            after = step.next.get(part)
-            if after is None:
-                if step.any is None or not part:
-                    return {}, {}
-                name, after = step.any
-                names[name] = part
-            step = after
-        return step.rows, names
+        """Return the rows of a path, by method, and the names in it; nothing where there is no such path.
+
+        A path of its own comes before one where a name has the same text.
+        """
+        if path in self._rows and path not in self._named:
+            return self._rows[path], {}
+        for row, pattern in self._named.items():
+            if found := pattern.fullmatch(path):
+                return self._rows[row], found.groupdict()
+        return {}, {}

@@ -238,7 +238,7 @@ class Observer:
         # A limit that is not wanted is removed only where there is one: an older driver does not know the command.
         there = self.read_back is not None and limit.found(self.read_back) is not None
         if apply and (there or limit.wanted(wanted) is not None):
-            return talk.set(limit.default_setting(wanted))
+            return talk.ask(limit.default_setting(wanted))
         return talk.ask(limit.ask_default())
 
     def _take_defaults(self, defaults: Mapping[Limit, Pending[LimitValue]]) -> ReadBack:
@@ -254,7 +254,7 @@ class Observer:
         """Ask for the default priority of clients, after restoring it if others changed it; None before driver 535."""
         if not self.has_client_priority:
             return None
-        return talk.set(CLIENT_PRIORITY) if apply and self._priority else talk.ask(CLIENT_PRIORITY.getter)
+        return talk.ask(CLIENT_PRIORITY if apply and self._priority else CLIENT_PRIORITY.getter)
 
     def _take_priority(self, pending: Pending[int] | None) -> None:
         try:

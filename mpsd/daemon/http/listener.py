@@ -1,6 +1,7 @@
 """The listener of the API: it counts connections by uid before it reads from them, and closes silent ones."""
 
 import asyncio
+import contextlib
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,12 @@ _BATCH: Final = 128
 _ANSWERED: Final = 32
 """Of one process's connections beyond its uid's limit, the number per second that get an answer with the reason: an
 answer takes longer than a close, and delays all connections that wait behind it."""
+
+_LAST_WORDS: Final = 1.0
+"""Seconds that open connections have for a request, when the next mpsd will answer all others."""
+
+_PAUSE: Final = 0.1
+"""Seconds without a request after which a connection is idle, and not just between two requests."""
 
 _SWEEP: Final = 1.0
 """Seconds between two checks for silent connections."""
@@ -59,6 +66,7 @@ class Listener:
         self,
         serve: Callable[[Message], Awaitable[None]],
         listener: socket.socket,
+        settings: LiveSettings,
         log: Logger,
         *,
         most: int | None = None,
@@ -70,8 +78,7 @@ class Listener:
         """
         self._serve = serve
         self._most = most
-        self._listener = listener
-        self._log = log
+        self._listener, self._settings, self._log = listener, settings, log
         self._connections = _Inside()
         self._answered = Counter[PeerCredentials]()
         """By peer, the refusals that were answered in this second."""
@@ -80,9 +87,15 @@ class Listener:
         self._stuck = False
         """Whether no descriptor was left at the last attempt: that is logged once, not ten times a second."""
 
-    async def accept(self, settings: LiveSettings) -> None:
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._accept())
+            group.create_task(self._sweep())
+
+    async def _accept(self) -> None:
         """Accept connections until the listener is shut; refuse those beyond the limit, with the reason."""
-        loop = asyncio.get_running_loop()
+        loop, settings = asyncio.get_running_loop(), self._settings
         rejected = 0
         while not self._shut:
             try:
@@ -135,18 +148,21 @@ class Listener:
             self._arrival = None
             loop.remove_reader(self._listener)
 
-    def shut(self) -> None:
-        """Stop accepting, and announce the end to the open connections: new connections wait for the next listener."""
+    async def leave(self) -> None:
+        """Stop accepting, and answer the open connections; new callers wait for the next mpsd.
+
+        It is for a socket that outlives mpsd, so that no caller misses anything.
+        """
         self._shut = True
         for each in self._connections:
             each.parting = True
         if self._arrival is not None:
             _settle(self._arrival)
-
-    async def wait_for_requests(self) -> None:
-        """Return when each open connection has sent a request or is closed."""
-        for each in tuple(self._connections):
-            await each.spoken
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS):
+                await asyncio.sleep(_PAUSE)
+                for each in tuple(self._connections):
+                    await each.spoken
 
     async def empty(self, seconds: float) -> None:
         """Close all connections: those with a request in progress within this many seconds, all others at once."""
@@ -167,7 +183,7 @@ class Listener:
             self._log.error(EventName.LISTENER_STUCK, because=because)
         self._stuck = True
 
-    async def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Close the connections that are silent too long, or whose peer has left, until cancelled."""
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))

@@ -1,4 +1,4 @@
-"""The peer of an API connection, as the kernel reports it, and how many requests one uid may have in flight."""
+"""The peer of an API connection, as the kernel reports it, its role, and the log of what it was refused."""
 
 import os
 import select
@@ -6,7 +6,6 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.events import EventName
 from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
@@ -28,13 +27,12 @@ _MOST_WORDS: Final = 200
 class Principal:
     """A peer with its user and its role; the role None allows nothing."""
 
-    credentials: PeerCredentials
     user: UserIdentity
     role: Role | None
-    contained: bool = False
+    contained: bool
     """Whether it would be an administrator outside its container."""
-    admin: bool = False
-    operator: bool = False
+    admin: bool
+    operator: bool
     """Whether the peer may hold, drain and resume control daemons; an administrator may, too."""
 
 
@@ -64,9 +62,8 @@ class Peer:
             may = may_administer(user, settings, own_uid=os.geteuid())
             contained = may and self._is_contained()
             role = role_of(user, settings, administers=may and not contained)
-            rank = role or Role.OBSERVER
-            admin, operator = rank >= Role.ADMIN, rank >= Role.OPERATOR
-            self._principal = Principal(self.credentials, user, role, contained, admin, operator)
+            admin, operator = role is Role.ADMIN, role in {Role.OPERATOR, Role.ADMIN}
+            self._principal = Principal(user, role, contained, admin, operator)
             self._settings = settings
         return self._principal
 
@@ -93,30 +90,6 @@ class Peer:
         """Stop watching the process: the connection is closed."""
         if self._process is not None:
             self._process.close()
-
-
-class RequestsInFlight:
-    """The requests in flight, by uid."""
-
-    def __init__(self) -> None:
-        self._requests: dict[int, int] = {}
-
-    def begin(self, uid: int, most: int) -> None:
-        """Count a request until `end`. Raises TooManyRequestsError, and then does not count it."""
-        here = self._requests.get(uid, 0)
-        if here >= most:
-            raise TooManyRequestsError(
-                f"uid {uid} has {most} requests in flight, the maximum (api.requests_per_uid)",
-                hint="wait until some of them are answered",
-                limit="api.requests_per_uid",
-            )
-        self._requests[uid] = here + 1
-
-    def end(self, uid: int) -> None:
-        """Stop counting a request: it was answered."""
-        left = self._requests.pop(uid) - 1
-        if left:
-            self._requests[uid] = left
 
 
 class RefusalLog:

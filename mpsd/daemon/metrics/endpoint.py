@@ -63,11 +63,9 @@ class Endpoint:
             self._collector.trouble = ""
             self._log.info(EventName.METRICS_LISTENING, address=address)
             with contextlib.closing(listening):
-                listener = Listener(self._receive, listening, self._log, most=_MOST)
+                listener = Listener(self._receive, listening, self._settings, self._log, most=_MOST)
                 try:
-                    async with asyncio.TaskGroup() as group:
-                        group.create_task(listener.accept(self._settings))
-                        group.create_task(listener.sweep())
+                    await listener.run()
                 finally:
                     await listener.empty(0)
             return

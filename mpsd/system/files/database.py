@@ -117,7 +117,7 @@ class Database:
             connection.execute("COMMIT")
             self._migrate(connection, version)
             on_failure.pop_all()
-        file.begin()
+        file.look()  # SQLite has just opened the present files: these are the right ones
         self._file, self._cursor = file, connection.cursor()
         return connection
 
@@ -272,10 +272,6 @@ class _StoreFile:
         self._written = -1
         """The number of commits at that time."""
 
-    def begin(self) -> None:
-        """Take the current files for the right ones: SQLite has just opened them."""
-        self._look()
-
     def close(self) -> None:
         """Close the descriptor, after SQLite has closed the file."""
         os.close(self._descriptor)
@@ -287,7 +283,7 @@ class _StoreFile:
         so far.
         """
         last, before = self._last, self._written
-        gone, self._written = self._look(), written
+        gone, self._written = self.look(), written
         if gone:
             return gone
         if self._last == last:
@@ -299,7 +295,7 @@ class _StoreFile:
         shorter = any(now[0] < then[0] for now, then in zip(self._last, last, strict=False))
         return strange if shorter or before == written else ""
 
-    def _look(self) -> str:
+    def look(self) -> str:
         """Inspect the files; return which of them differs from the one that SQLite has open, or an empty text."""
         try:
             found = self._path.lstat()

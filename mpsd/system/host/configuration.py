@@ -10,7 +10,7 @@ from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
 from mpsd.system.sockets import credentials
 
-_USUAL: Final = Path("/etc/mpsd/mpsd.toml")
+USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
 
 def read_text(path: Path | None, usual: Path) -> str | None:
@@ -40,11 +40,11 @@ def read_configuration(path: Path | None) -> Settings:
     The users and groups in the file are looked up here, so that no request waits for the user database. Raises
     ConfigurationError for a file that cannot be read or does not parse.
     """
-    text = read_text(path, _USUAL)
+    text = read_text(path, USUAL)
     if text is None:
         return Settings()
     try:
         parsed = parse(text)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{path or _USUAL}: {error.detail}", hint=error.hint, limit=error.limit) from None
+        raise ConfigurationError(f"{path or USUAL}: {error.detail}", hint=error.hint, limit=error.limit) from None
     return replace(parsed, names=credentials.look_up(roles.names_in(parsed)))

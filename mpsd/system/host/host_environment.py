@@ -18,9 +18,6 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memor
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the initial pid namespace."""
 
-_EVERY_ID: Final = ["0", "0", "4294967295"]
-"""The uid_map of a user namespace that maps each uid to itself. Source: user_namespaces(7)."""
-
 _NEEDED: Final = {
     "CAP_DAC_READ_SEARCH": (
         2,
@@ -63,7 +60,7 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             " the pids that NVIDIA's driver reports are not those that mpsd sees",
             "hostPID: true, --pid=host",
         )
-    if has_few_uids("self"):
+    if namespaces.has_few_uids():
         yield Missing(
             "user namespace",
             "mpsd is in a user namespace: all uids that are not mapped there appear as 65534, as one user",
@@ -95,11 +92,6 @@ def file_system(path: Path) -> str:
     wanted = f"{os.major(device)}:{os.minor(device)}"
     kinds = [each.kind for each in namespaces.own_mounts() if each.root.device == wanted]
     return kinds[-1] if kinds else ""
-
-
-def has_few_uids(pid: int | str) -> bool:
-    """Tell whether a process is in a user namespace that does not map each uid to itself. Raises OSError."""
-    return Path(f"/proc/{pid}/uid_map").read_text(encoding="ascii").split() != _EVERY_ID
 
 
 def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:

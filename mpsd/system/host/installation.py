@@ -21,14 +21,13 @@ from mpsd import __version__
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError, NotFoundError, NotPermittedError
 from mpsd.system.files import atomic_file, path_safety
 from mpsd.system.host import systemd_units
-from mpsd.system.host.configuration import read_configuration
+from mpsd.system.host.configuration import USUAL, read_configuration
 from mpsd.system.processes import descriptors, proc, process
 
 TARGET: Final = Path("/usr/local")
 """Where systemd, man and the shells look for files that no system package owns."""
 
 MANIFEST: Final = TARGET / "share/mpsd/installed.json"
-CONFIGURATION: Final = Path("/etc/mpsd/mpsd.toml")
 
 _PACKAGED: Final = (Path("/usr/lib/systemd/system"), Path("/lib/systemd/system"))
 """The directories of units that packages install."""
@@ -90,8 +89,8 @@ class Installation:
         for earlier in [each for each in self._noted if Path(each) not in wanted]:
             self._remove(Path(earlier))
             del self._noted[earlier]
-        if not CONFIGURATION.exists():
-            self._write(CONFIGURATION, (share() / "mpsd/mpsd.toml").read_bytes())
+        if not USUAL.exists():
+            self._write(USUAL, (share() / "mpsd/mpsd.toml").read_bytes())
         self._note()
         for path in wanted:
             if path.parent.name == "sysusers.d":
@@ -117,8 +116,7 @@ class Installation:
         return self._noted.get(str(path)) == _digest(data)
 
     def _write(self, path: Path, data: bytes) -> None:
-        self._do(f"write {path}")
-        if not self.dry:
+        if self._does(f"write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_file.write(path, data)
             path.chmod(0o644)
@@ -147,8 +145,7 @@ class Installation:
         self._run("systemctl", "disable", "--now", *units)
         for noted in self._noted:
             self._remove(Path(noted))
-        self._do(f"remove {MANIFEST}")
-        if not self.dry:
+        if self._does(f"remove {MANIFEST}"):
             MANIFEST.unlink()
             with contextlib.suppress(OSError):
                 MANIFEST.parent.rmdir()
@@ -164,17 +161,14 @@ class Installation:
         if not self._is_ours(path, there):
             self.say(f"{path} was changed, and is kept")
             return
-        self._do(f"remove {path}")
-        if not self.dry:
+        if self._does(f"remove {path}"):
             path.unlink()
 
     def _purge(self, path: Path) -> None:
-        if path.exists():
-            self._do(f"remove {path}")
-            if not self.dry:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-                with contextlib.suppress(OSError):  # the directory has other files, and stays
-                    CONFIGURATION.parent.rmdir()
+        if path.exists() and self._does(f"remove {path}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with contextlib.suppress(OSError):  # the directory has other files, and stays
+                USUAL.parent.rmdir()
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -196,12 +190,13 @@ class Installation:
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
-    def _do(self, what: str) -> None:
+    def _does(self, what: str) -> bool:
+        """Report an action, and tell whether to take it."""
         self.say(f"would {what}" if self.dry else what)
+        return not self.dry
 
     def _run(self, *command: str) -> None:
-        self._do(" ".join(command))
-        if not self.dry:
+        if self._does(" ".join(command)):
             systemd_units.finished(*command)
 
 
@@ -223,7 +218,7 @@ def _stored_paths() -> tuple[Path, ...]:
     it. Raises ConfigurationError where the file is wrong.
     """
     paths = read_configuration(None).paths
-    return CONFIGURATION, paths.state_dir, paths.log_dir
+    return USUAL, paths.state_dir, paths.log_dir
 
 
 def _shared() -> Iterator[Path]:

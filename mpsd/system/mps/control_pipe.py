@@ -117,15 +117,9 @@ class Conversation:
 
     pending: list[Pending[Any]] = field(default_factory=list)
 
-    def ask(self, command: Command[T]) -> Pending[T]:
-        """Add a question."""
-        answer: Pending[T] = Pending(command)
-        self.pending.append(answer)
-        return answer
-
-    def set(self, setting: Setting[T]) -> Pending[T]:
-        """Add a setting: set, read back, compare."""
-        answer: Pending[T] = Pending(setting)
+    def ask(self, question: Command[T] | Setting[T]) -> Pending[T]:
+        """Add a question, or a setting: set, read back, compare."""
+        answer: Pending[T] = Pending(question)
         self.pending.append(answer)
         return answer
 

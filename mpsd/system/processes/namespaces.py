@@ -102,6 +102,15 @@ def _depth(mount: Mount) -> int:
     return len(mount.point.parts)
 
 
+_EVERY_ID: Final = ["0", "0", "4294967295"]
+"""The uid_map of a user namespace that maps each uid to itself. Source: user_namespaces(7)."""
+
+
+def has_few_uids() -> bool:
+    """Tell whether this process is in a user namespace that does not map each uid to itself."""
+    return Path("/proc/self/uid_map").read_text(encoding="ascii").split() != _EVERY_ID
+
+
 # -- what another process sees -----------------------------------------------------------------------------------------
 
 

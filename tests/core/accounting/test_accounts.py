@@ -62,7 +62,7 @@ def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
             begun.append(record(number, now, name=f"n{choice}", gpus=1 + choice % 2))
             accounts.begin(begun[-1])
         elif what == "end" and alive:
-            accounts.end(alive[choice % len(alive)], now)
+            accounts.end(alive[choice % len(alive)].id, now)
         elif what == "read":
             held = {each.id: choice for each in alive[::2]}
             accounts.read({"GPU-0": GpuReading(1000, held), "GPU-1": None}, now)

@@ -215,7 +215,8 @@ def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable
 
 def test_unseen_daemon(make: Callable[..., Bounded]) -> None:
     """A control daemon that mpsd may not inspect is neither adopted nor joined by another on its directory."""
-    node = make(capabilities=(*NEEDED, "setgid", "mknod")).start()
+    node = make(capabilities=(*NEEDED, "setgid", "mknod"))
+    node.start()
     daemon = node.daemons()["gpu0"]["pid"]
     node.end(signal.SIGKILL)
     (node.root / "run" / "gpu0.process.json").unlink()

@@ -62,7 +62,6 @@ class EventsQuery(RequestQuery, frozen=True):
         bool,
         parameter(
             "Whether to keep sending new events until the caller disconnects.",
-            refusal="is neither true nor false",
             hint="pass follow=true, or omit it",
         ),
     ] = False

@@ -318,6 +318,8 @@ class Node:
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
             knows_many_users=self.control_daemons.knows_many_users,
             client_priority=daemon.has_client_priority,
-            refusal=Refusal(reason.limit, reason.because, reason.hint, reason.uids) if reason is not None else None,
+            refusal=Refusal(reason.kind.limit, reason.because, reason.hint, reason.uids)
+            if reason is not None
+            else None,
             unleased=self.unleased.on(gpu.uuid),
         )

@@ -112,12 +112,16 @@ def stop(config: Path | None, root: Path | None, simulate: int | None, control: 
     is stopped by systemd: systemctl start mpsd-stop-daemons.service.
     """
     from mpsd.system.host import event_loop, installation
+
+    event_loop.run(installation.end(_settings(config, root).paths.runtime_dir))
+    _run(config, root, simulate, control, drain=True, stop_now=True)
+
+
+def _settings(config: Path | None, root: Path | None) -> "Settings":
     from mpsd.system.host.configuration import read_configuration
 
     settings = read_configuration(config)
-    settings = settings if root is None else settings.under(root.absolute())
-    event_loop.run(installation.end(settings.paths.runtime_dir))
-    _run(config, root, simulate, control, drain=True, stop_now=True)
+    return settings if root is None else settings.under(root.absolute())
 
 
 def _run(
@@ -127,12 +131,10 @@ def _run(
 
     from mpsd.daemon.http.startup_refusal import answer_refused_start
     from mpsd.daemon.service import StopDaemons
-    from mpsd.system.host.configuration import read_configuration
     from mpsd.system.host.notify import ServiceManager
 
     def read() -> "Settings":
-        settings = read_configuration(config)
-        return settings if root is None else settings.under(root.absolute())
+        return _settings(config, root)
 
     def wanted() -> "Settings | str":
         try:

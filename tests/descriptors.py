@@ -1,4 +1,4 @@
-"""A lack of file descriptors in the process of the tests, as the kernel makes it."""
+"""A lack of file descriptors in a process, as the kernel makes it."""
 
 import contextlib
 import os
@@ -20,3 +20,18 @@ def without_descriptors(*, but: int = 0) -> Iterator[None]:
     again = os.dup(0)
     os.close(again)
     assert again <= free, "what failed has left a descriptor open"
+
+
+@contextlib.contextmanager
+def starved(pid: int) -> Iterator[None]:
+    """Have the kernel give another process no descriptor at all meanwhile; it keeps those that it has.
+
+    The limit is that of its first three, which are always open: poll(2) takes no more descriptors than the limit.
+    """
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # its end is what the test reports
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
 import click
 
 from mpsd.cli import tables
-from mpsd.cli.options import DURATION
+from mpsd.cli.options import DURATION, Adds, together
 from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, as_yaml, plural
 from mpsd.client import Api
 from mpsd.core.errors import (
@@ -56,7 +56,7 @@ def with_api(function: Callable[..., None]) -> Callable[..., None]:
     return option(click.pass_obj(of_one_version()(function)))
 
 
-def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_form(*more: str) -> Adds:
     """Add `-o` to a command, with `more` formats besides table and json."""
     forms = click.Choice(["table", "json", *more])
     return click.option("-o", "--output", "form", type=forms, default="table", show_default=True, help="Output format.")
@@ -70,9 +70,9 @@ class Listing(NamedTuple):
     watch: float | None
 
 
-def with_listing(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_listing(*more: str) -> Adds:
     """Pass a Listing to a command, from the options of lists; `more` are formats besides table, wide, json and yaml."""
-    options = (
+    options = together(
         click.option(
             "-o",
             "--output",
@@ -96,13 +96,12 @@ def with_listing(*more: str) -> Callable[[Callable[..., None]], Callable[..., No
     )
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @options
         @functools.wraps(function)
         def command(*, form: str, sort: str | None, no_headers: bool, watch: float | None, **others: object) -> None:
             look = tables.look_of(wide=form == "wide", headings=not no_headers, sort=sort)
             function(Listing(form, look, watch), **others)
 
-        for option in reversed(options):
-            command = option(command)
         return command
 
     return decorate

@@ -8,8 +8,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial, reduce
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 else:
     _Type = click.ParamType  # it is not generic before click 8.4
 
+
+T = TypeVar("T")
 
 # -- one value, and no empty one ---------------------------------------------------------------------------------------
 
@@ -63,6 +66,20 @@ _FILLED: Final = _Filled()
 
 _FREE: Final = "TEXT"
 """The metavar of options whose value may be empty, such as the name of a lease."""
+
+
+Adds: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
+"""Adds options or arguments to the function of a command."""
+
+
+def together(*options: Adds) -> Adds:
+    """Return what adds several options, whose order in the help is this one."""
+    return lambda function: reduce(lambda inner, option: option(inner), reversed(options), function)
+
+
+def given(**options: T | None) -> dict[str, T]:
+    """Return the options that a user gave, for a request: mpsd has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def refuse_empty(command: click.Command) -> None:
@@ -105,15 +122,11 @@ def _duration(text: str, *, zero: bool = False) -> float:
     return seconds
 
 
-def _duration_or_0(text: str) -> float:
-    return _duration(text, zero=True)
-
-
 def _wait(text: str) -> float:
     if text == "forever":
         return inf
     try:
-        return _duration_or_0(text)
+        return _duration(text, zero=True)
     except InvalidRequestError as error:
         error.hint += ", or forever"
         raise
@@ -163,14 +176,10 @@ def parse_moment(text: str, now: datetime) -> datetime:
         ) from None
 
 
-def _moment(text: str) -> datetime:
-    return parse_moment(text, datetime.now(UTC))
-
-
 DURATION: Final = _Notation("duration", _duration)
 """Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""
 
-DURATION_OR_0: Final = _Notation("duration", _duration_or_0)
+DURATION_OR_0: Final = _Notation("duration", partial(_duration, zero=True))
 """As DURATION, or 0."""
 
 WAIT: Final = _Notation("duration", _wait)
@@ -182,7 +191,7 @@ PERCENTAGE: Final = _Notation("percentage", _percentage)
 UID: Final = _Notation("user", _uid)
 """A uid, from the name of a user, or from a number, with or without an account here."""
 
-MOMENT: Final = _Notation("time", _moment)
+MOMENT: Final = _Notation("time", lambda text: parse_moment(text, datetime.now(UTC)))
 """A datetime, by `parse_moment`."""
 
 TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."

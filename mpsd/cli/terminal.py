@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 import click
 
 from mpsd.cli.command import SignalledError, note
+from mpsd.cli.render import as_exports
 from mpsd.core.sanitize import plain
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -133,9 +134,8 @@ def interactive_shell(
     prompt = f"({label}) "
     match program.rpartition("/")[2]:
         case "bash":
-            exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
             number = os.memfd_create("bashrc", 0)  # stays open until bash has read it
-            script = _BASH.format(number=number, exports=exports, prompt=shlex.quote(prompt))
+            script = _BASH.format(number=number, exports=as_exports(variables), prompt=shlex.quote(prompt))
             os.write(number, script.encode(errors="surrogateescape"))
             return [program, "--rcfile", f"/dev/fd/{number}", "-i"], {}
         case "fish":

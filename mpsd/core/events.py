@@ -217,6 +217,8 @@ class EventName(StrEnum):
     LINES_LEFT_OUT = ("lines_left_out", "warning", "uid lines left_out because",
         "A uid has caused more lines than its share; the rest are counted.",
         "{left_out} lines are not shown: {because}")
+    RESOURCE_LACKING = ("resource_lacking", "error", "daemon? because left_out?",
+        "mpsd has no free descriptor, or no memory, for one of its periodic checks, and repeats it.", "{because}")
     LISTENER_STUCK = ("listener_stuck", "error", "because", "mpsd cannot accept connections.",
         "mpsd accepts no connections: {because}")
     STORE_FULL = ("store_full", "error", "because", "Leases, events or ends of clients cannot be stored.",

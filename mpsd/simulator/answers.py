@@ -8,7 +8,7 @@ The simulator has no dataclasses: with them, a control daemon takes a third long
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from mpsd.core.mps.commands import TABLE, echo_of, words
 from mpsd.simulator import figures
@@ -155,15 +155,19 @@ class ControlDaemon:
         return logged
 
     def answer(self, line: str, uid: int) -> Reply:
-        """Execute a line from a front-end of this uid, and return the reply of NVIDIA's control daemon."""
+        """Execute a line from a front-end of this uid, and return the reply of NVIDIA's control daemon.
+
+        The method `_NAME` answers the command NAME; where there is none, the server that the first argument names does.
+        """
         reply = Reply()
         name, *arguments = words(line) or [""]
         if not self._knows(name):
             reply.say(echo_of(name))
             return reply
         arguments += ["", "", ""]  # C programs find an empty text where an argument is missing
-        if name in self.COMMANDS:
-            self.COMMANDS[name](self, reply, arguments, uid)
+        command = getattr(self, f"_{name}", None)
+        if command is not None:
+            command(reply, arguments, uid)
         else:
             self._ask_named(reply, name, arguments)
         return reply
@@ -421,22 +425,3 @@ class ControlDaemon:
         reply.effect = Quit(seconds)
         if self.branch >= ANNOUNCES_QUIT:
             reply.log(f"quit command issued with timeout of {seconds}")
-
-    COMMANDS: ClassVar[Mapping[str, Callable[["ControlDaemon", Reply, list[str], int], None]]] = {
-        "get_server_list": _get_server_list,
-        "get_server_status": _get_server_status,
-        "start_server": _start_server,
-        "shutdown_server": _shutdown_server,
-        "get_client_list": _get_client_list,
-        "get_device_client_list": _get_device_client_list,
-        "ps": _ps,
-        "terminate_client": _terminate_client,
-        "set_default_active_thread_percentage": _set_default_active_thread_percentage,
-        "get_default_active_thread_percentage": _get_default_active_thread_percentage,
-        "set_default_device_pinned_mem_limit": _set_default_device_pinned_mem_limit,
-        "get_default_device_pinned_mem_limit": _get_default_device_pinned_mem_limit,
-        "set_default_client_priority": _set_default_client_priority,
-        "get_default_client_priority": _get_default_client_priority,
-        "quit": _quit,
-    }
-    """The answers to the commands of core's table; the server that the first argument names answers the others."""

@@ -22,6 +22,7 @@ from mpsd.simulator.answers import ControlDaemon, Reply
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.front_end import END, LAST_WORDS, SERVED, TURNED_AWAY
 from mpsd.simulator.links import UCRED, FrontEnd, Gpus, Link, Waiting
+from mpsd.simulator.server import stamped, write_line
 
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 """Looked up in PATH, as by NVIDIA's control daemon."""
@@ -29,18 +30,6 @@ SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 _LONGEST_SOCKET_PATH: Final = 106
 """Bytes: one less than the address of a unix socket can hold. NVIDIA's control daemons refuse 107 (measured, all
 four)."""
-
-
-def _write_line(text: str) -> None:
-    """Write a line to stdout in one piece, and ignore failures: a full disk does not stop a control daemon."""
-    with contextlib.suppress(OSError):
-        os.write(1, f"{text}\n".encode(errors="surrogateescape"))
-
-
-def _stamped(source: str, pid: int, text: str) -> str:
-    now = time.time()
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    return f"[{date}.{int(now * 1000) % 1000:03d} {source} {pid:5d}] {text}"
 
 
 class _PipeDirectoryError(Exception):
@@ -138,7 +127,7 @@ class _Service:
         return self._daemon.exit_status
 
     def _log(self, text: str) -> None:
-        _write_line(_stamped("Control", os.getpid(), text))
+        write_line(stamped("Control", os.getpid(), text))
 
     def _log_all(self, lines: list[str]) -> None:
         for line in lines:
@@ -147,7 +136,7 @@ class _Service:
     def _copy_log(self) -> None:
         """Log what others wrote to the FIFO; its lines have stamps already."""
         for line in os.read(self._directory.log, 65536).splitlines():
-            _write_line(line.decode(errors="surrogateescape"))
+            write_line(line.decode(errors="surrogateescape"))
 
     # -- front-ends --
 
@@ -262,8 +251,8 @@ class _Service:
         pid = os.fork()
         if pid == 0:
             line = f"Starting new server {os.getpid()} for user {uid}"
-            _write_line(
-                _stamped("Control", os.getpid() if self._daemon.branch >= answers.CHILD_LOGS_START else ours, line)
+            write_line(
+                stamped("Control", os.getpid() if self._daemon.branch >= answers.CHILD_LOGS_START else ours, line)
             )
             with contextlib.suppress(OSError):
                 if self._gpus is not None:
@@ -278,7 +267,7 @@ class _Service:
         self._on(pidfd, lambda: self._reap(pid, pidfd, link))
         if self._gpus is not None:
             defaults, control = self._daemon.defaults, self._directory.path / "control"
-            link.start(self._gpus.start(uid=uid, socket_path=control, defaults=defaults))
+            link.send(self._gpus.start(uid=uid, socket_path=control, defaults=defaults))
             self._on(link, lambda: self._register(pid, link))
 
     def _register(self, pid: int, link: Link) -> None:
@@ -362,10 +351,10 @@ def _check_log_directory(path: Path, fifo: Path) -> None:
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700)
     if not os.access(path, os.W_OK | os.X_OK):
-        _write_line(f"Warning: Failed writing log files to directory [{path}]. No logs will be available.")
+        write_line(f"Warning: Failed writing log files to directory [{path}]. No logs will be available.")
     with contextlib.suppress(OSError):
         descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(descriptor, f"{_stamped('Other', os.getpid(), f'Using log directory: {path}')}\n".encode())
+        os.write(descriptor, f"{stamped('Other', os.getpid(), f'Using log directory: {path}')}\n".encode())
         os.close(descriptor)
 
 
@@ -386,7 +375,7 @@ def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> i
         directory = _PipeDirectory(pipe_directory, pid_file=branch >= answers.PID_FILE)
     except _PipeDirectoryError as error:
         if error.args:
-            _write_line(str(error))
+            write_line(str(error))
         return 1
     daemon = ControlDaemon(branch, os.geteuid(), many_users=many_users)
     simulated = Gpus(Path(gpus), os.environ, log_directory) if gpus is not None else None
@@ -396,5 +385,5 @@ def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> i
         f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={pipe_directory}",
         *daemon.take_environment(os.environ),
     ):
-        _write_line(_stamped("Control", os.getpid(), line))
+        write_line(stamped("Control", os.getpid(), line))
     return service.serve()

@@ -1,5 +1,6 @@
 """The use of CUDA by one process on simulated GPUs, through MPS or without it, and its contexts."""
 
+import contextlib
 import json
 import os
 import select
@@ -228,10 +229,8 @@ class CudaProcess:
 
     def _say(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
-            try:
+            with contextlib.suppress(ConnectionError):  # the server is gone, and the next read reports that
                 self._connection.send(json.dumps(message).encode())
-            except ConnectionError:
-                return  # the server is gone, and the next read reports that
 
     @staticmethod
     def _receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -38,16 +38,19 @@ class SimulatedGpus:
         return Inventory(self._gpus)
 
     async def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
-        """Return what is in use on a GPU. Unknown for one that is lost, and for a GPU of another node."""
+        """Return what is in use on a GPU. Unknown for one that is lost or unreadable, and for a GPU of another node."""
         if gpu not in self._gpus:
             return Unknown(f"{gpu.uuid} is none of the simulated GPUs")
         device = Device(self._directory, gpu.uuid)
-        device.create()
-        if device.lost:
-            return Unknown("NVML: GPU is lost")
-        held = device.processes()
+        try:
+            device.create()
+            if device.lost:
+                return Unknown("NVML: GPU is lost")
+            held, mode = device.processes(), device.compute_mode
+        except OSError as error:
+            return Unknown(f"NVML: {error.strerror}")
         processes = {pid: GpuProcess(Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()}
-        return Known(GpuUsage(sum(each.memory for each in held.values()), processes, device.compute_mode))
+        return Known(GpuUsage(sum(each.memory for each in held.values()), processes, mode))
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
         """Set a GPU's compute mode, for all processes that see the GPU, and return it. Unknown where its usage is."""
@@ -60,7 +63,10 @@ class SimulatedGpus:
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
         """Return the reports of GPUs since the last call, or since the start; if there are none, wait a while."""
         for _ in range(_LOOKS):
-            reported = self._reported()
+            try:
+                reported = self._reported()
+            except OSError as error:
+                return Unknown(f"NVML: {error.strerror}")
             new, self._seen = reported[self._seen :], len(reported)
             if new:
                 return Known(tuple(new))

@@ -63,10 +63,6 @@ class Link:
         """Return the descriptor, for a selector."""
         return self._connection.fileno()
 
-    def start(self, message: Mapping[str, Any]) -> None:
-        """Send the server its start values."""
-        self._send(message)
-
     def is_ready(self) -> bool:
         """Read the server's first message; False when it ended instead."""
         try:
@@ -87,7 +83,7 @@ class Link:
     def begin(self, name: str, arguments: Sequence[str]) -> int:
         """Send a command that the server may take long to execute, and return its number."""
         self._questions += 1
-        self._send({"ask": name, "arguments": list(arguments), "number": self._questions})
+        self.send({"ask": name, "arguments": list(arguments), "number": self._questions})
         return self._questions
 
     def answer_to(self, number: int) -> list[str] | None:
@@ -103,7 +99,7 @@ class Link:
 
     def leave(self) -> None:
         """Tell the server to exit after its last client."""
-        self._send({"leave": True})
+        self.send({"leave": True})
 
     def pass_on(self, client: Waiting) -> None:
         """Give the server a client's connection, and close it here."""
@@ -112,7 +108,8 @@ class Link:
             socket.send_fds(self._connection, [message], [client.connection.fileno()])
         client.connection.close()
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send the server a message."""
         with contextlib.suppress(ConnectionError):  # the server's pidfd reports its end
             self._connection.send(json.dumps(message).encode())
 

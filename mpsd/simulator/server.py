@@ -49,6 +49,19 @@ def program() -> tuple[str, tuple[str, ...]]:
     return str(python), (str(python.with_name(NAME)), *arguments)
 
 
+def write_line(text: str) -> None:
+    """Write a line to stdout in one piece, and ignore failures: a full disk stops neither a server nor its daemon."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="surrogateescape"))
+
+
+def stamped(source: str, pid: int, text: str) -> str:
+    """Return a line of a log as NVIDIA's programs print it."""
+    now = time.time()
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    return f"[{date}.{int(now * 1000) % 1000:03d} {source} {pid:5d}] {text}"
+
+
 class _Service:
     def __init__(self, link: socket.socket) -> None:
         said = json.loads(link.recv(PACKET))
@@ -83,10 +96,7 @@ class _Service:
         self._send(link, {"ready": True})
 
     def _log(self, text: str) -> None:
-        now = time.time()
-        date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        with contextlib.suppress(OSError):
-            os.write(1, f"[{date}.{int(now * 1000) % 1000:03d} Server {self._pid:5d}] {text}\n".encode())
+        write_line(stamped("Server", self._pid, text))
 
     def serve(self) -> int:
         """Serve until `leave` arrives and the last client has left, or the daemon is gone; return the exit status.

@@ -8,7 +8,7 @@ is kai-scheduler/gpu-fractioning and its pull request 147, which report statemen
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA, Binds
 from mpsd.simulator import figures
@@ -262,10 +262,13 @@ class Server:
     # -- commands --
 
     def answer(self, name: str, arguments: Sequence[str]) -> Answer:
-        """Answer a command that names this server; its pid is no longer among the arguments."""
+        """Answer a command that names this server; its pid is no longer among the arguments.
+
+        The method `_NAME` answers the command NAME.
+        """
         if name == "terminate_client":
             return self.terminate(figures.integer([*arguments, ""][0]))
-        return Answer(list(self.COMMANDS[name](self, [*arguments, "", ""])))
+        return Answer(list(getattr(self, f"_{name}")([*arguments, "", ""])))
 
     def _get_server_status(self, _arguments: list[str]) -> Iterable[str]:
         return [self.status]
@@ -311,17 +314,6 @@ class Server:
         if 0 <= device < len(self._start.devices):
             self._limits[device] = figures.limit(arguments[1]) if whole else 0
         return []
-
-    COMMANDS: ClassVar[Mapping[str, Callable[["Server", list[str]], Iterable[str]]]] = {
-        "get_server_status": _get_server_status,
-        "get_client_list": _get_client_list,
-        "get_device_client_list": _get_device_client_list,
-        "ps": _ps,
-        "get_active_thread_percentage": _get_active_thread_percentage,
-        "set_active_thread_percentage": _set_active_thread_percentage,
-        "get_device_pinned_mem_limit": _get_device_pinned_mem_limit,
-        "set_device_pinned_mem_limit": _set_device_pinned_mem_limit,
-    }
 
 
 # -- the words of a server's log ---------------------------------------------------------------------------------------

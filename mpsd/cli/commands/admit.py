@@ -1,7 +1,7 @@
 """The commands about the caller's own leases: admit, run, shell, claim, hand-over, renew, attach and release."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import floor, isfinite
 from typing import TYPE_CHECKING, Final
@@ -11,7 +11,7 @@ import click
 from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
-from mpsd.cli.options import DURATION, PERCENTAGE, WAIT, Single, gpu_names, lease_names, program
+from mpsd.cli.options import DURATION, PERCENTAGE, WAIT, Single, given, gpu_names, lease_names, program, together
 from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
@@ -76,7 +76,7 @@ several_leases: Final = click.argument("leases", metavar="[LEASE]...", nargs=-1,
 
 _option: Final = partial(click.option, cls=Single)
 
-_REQUEST: Final = (
+with_request: Final = together(
     _option(
         "--threads",
         type=PERCENTAGE,
@@ -148,50 +148,46 @@ _REQUEST: Final = (
 )
 
 
-def with_request(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a request to a command."""
-    for option in reversed(_REQUEST):
-        function = option(function)
-    return function
+"""The options of a request."""
+
+_with_group: Final = together(
+    click.option(
+        "--cgroup",
+        metavar="PATH",
+        callback=group_path,
+        help="Control group that holds the lease, as in /proc/PID/cgroup or below /sys/fs/cgroup.",
+    ),
+    click.option("--unit", metavar="NAME", help="Unit of systemd that holds the lease; it must run."),
+    click.option(
+        "--while",
+        "life",
+        type=click.Choice(["populated", "exists"]),
+        help="How long a control group or unit holds it: while it has processes, or until it is removed."
+        "  [default: populated]",
+    ),
+)
+
+
+"""The options that name a control group as a holder."""
 
 
 def _holder(
-    pid: int | None,
-    cgroup: str | None,
-    unit: str | None,
-    life: str | None,
-    claim_deadline: float | None,
-    *,
-    claim: bool,
+    pid: int | None, group: dict[str, object], claim_deadline: float | None, *, claim: bool
 ) -> dict[str, object] | None:
     """Return the holder if it is not a process; None for a process."""
-    if sum((pid is not None, cgroup is not None, unit is not None, claim)) > 1:
+    if sum((pid is not None, "cgroup" in group, "unit" in group, claim)) > 1:
         raise click.UsageError("Name one holder: --pid, --cgroup, --unit or --claim.")
     if claim_deadline is not None and not claim:
         raise click.UsageError("--claim-deadline is for --claim.")
-    if life is not None and cgroup is None and unit is None:
+    if group.keys() == {"while"}:
         raise click.UsageError("--while is for --cgroup and --unit.")
-    if claim:
-        return {"claim": {} if claim_deadline is None else {"deadline": claim_deadline}}
-    if cgroup is None and unit is None:
-        return None
-    return {"cgroup": cgroup, "unit": unit, **({"while": life} if life else {})}
+    return {"claim": given(deadline=claim_deadline)} if claim else group or None
 
 
 @click.command(cls=ForEval)
 @with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
-@click.option(
-    "--cgroup", metavar="PATH", callback=group_path, help="Control group that holds the lease, as in /proc/PID/cgroup."
-)
-@click.option("--unit", metavar="NAME", help="Unit of systemd that holds the lease; it must run.")
-@click.option(
-    "--while",
-    "life",
-    type=click.Choice(["populated", "exists"]),
-    help="How long a control group or unit holds it: while it has processes, or until it is removed."
-    "  [default: populated]",
-)
+@_with_group
 @click.option(
     "--claim", is_flag=True, help="No holder yet: the first process with the lease's token; for administrators."
 )
@@ -234,7 +230,7 @@ def admit(
 
     With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
     """  # noqa: D301 - click knows by that character what not to wrap
-    holder = _holder(pid, cgroup, unit, life, claim_deadline, claim=claim)
+    holder = _holder(pid, given(cgroup=cgroup, unit=unit, **{"while": life}), claim_deadline, claim=claim)
     reader = None
     if holder is None and pid is None:
         reader = caller.reading_program() if form == "env" else None
@@ -394,19 +390,7 @@ _TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 @click.argument("lease", required=False, shell_complete=lease_names)
 @click.option("--pid", type=int, metavar="PID", help="Process that holds the lease from now on.")
 @click.option("--group", is_flag=True, help="With --pid: the control group of that process, and not the process.")
-@click.option(
-    "--cgroup",
-    metavar="PATH",
-    callback=group_path,
-    help="Control group, as in /proc/PID/cgroup or below /sys/fs/cgroup.",
-)
-@click.option("--unit", metavar="NAME", help="Unit of systemd that runs.")
-@click.option(
-    "--while",
-    "life",
-    type=click.Choice(["populated", "exists"]),
-    help="How long a control group holds it: while it has processes, or until it is removed.  [default: populated]",
-)
+@_with_group
 @click.option("--keep", is_flag=True, help="Add the holder, and keep the others.")
 @with_form("env")
 @with_api
@@ -435,8 +419,7 @@ def hand_over(
         raise click.UsageError("Name one holder: --pid, --cgroup or --unit.")
     if group and pid is None:
         raise click.UsageError("--group is for --pid: it names the control group of that process.")
-    request: dict[str, object] = {"replace": not keep, "group": group}
-    request |= {"pid": pid, "cgroup": cgroup, "unit": unit} | ({"while": life} if life else {})
+    request = given(replace=not keep, group=group, pid=pid, cgroup=cgroup, unit=unit, **{"while": life})
     print_lease(api, form, api.hold(find.find(api, lease), request))
 
 

@@ -14,7 +14,7 @@ from mpsd.cli.command import environment, note, of_files, print_answer, with_api
 from mpsd.cli.commands.admit import with_request
 from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
-from mpsd.cli.options import DURATION, lease_names
+from mpsd.cli.options import DURATION, given, lease_names, together
 from mpsd.cli.tables import PLAIN, columns_of, table
 from mpsd.cli.users import user
 from mpsd.client import Api
@@ -56,9 +56,8 @@ _SHARED_MEMORY: Final = click.option(
 )
 
 
-def _with_device(function: click.decorators.FC) -> click.decorators.FC:
-    """Add the options for the place and the content of a device to a command."""
-    return _DIRECTORY(_SHARED_MEMORY(function))
+_with_device: Final = together(_DIRECTORY, _SHARED_MEMORY)
+"""The options for the place and the content of a device."""
 
 
 @click.group()
@@ -244,8 +243,7 @@ def run(
     without a lease, and a container whose lease cannot be opened to it fails with the reason.
     """  # noqa: D301 - click knows by that character what not to wrap
     _clean(api, directory)
-    claim = {} if claim_deadline is None else {"deadline": claim_deadline}
-    lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
+    lease = take(api, {**request, "holder": {"claim": given(deadline=claim_deadline)}}, wait=wait)
     with start.released_on_failure(api, lease):
         path = _write_device(api, lease, directory, shared_memory=shared_memory)
     elsewhere = runtime == "podman" and directory not in cdi_directory.READ_BY_DEFAULT

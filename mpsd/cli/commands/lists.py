@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,7 @@ from mpsd.cli.command import (
 )
 from mpsd.cli.history import usage as hours
 from mpsd.cli.leases import find
-from mpsd.cli.options import MOMENT, TIME, UID, gpu_names, lease_names
+from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Look
 from mpsd.client import Api
@@ -32,12 +31,13 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 
-def with_filters(rows: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options that select the rows of a list; `rows` is the word for them."""
-    gpu = click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help=f"Only {rows} on this GPU.")
-    owner = click.option("--user", "owner", type=UID, metavar="NAME|UID", help=f"Only {rows} of this user.")
-    mine = click.option("--mine", is_flag=True, help=f"Only your own {rows}.")
-    return lambda function: gpu(owner(mine(function)))
+def with_filters(rows: str) -> Adds:
+    """Return the options that select the rows of a list; `rows` is the word for them."""
+    return together(
+        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help=f"Only {rows} on this GPU."),
+        click.option("--user", "owner", type=UID, metavar="NAME|UID", help=f"Only {rows} of this user."),
+        click.option("--mine", is_flag=True, help=f"Only your own {rows}."),
+    )
 
 
 @click.command()
@@ -174,10 +174,8 @@ def usage(  # noqa: PLR0917 - an option each
     -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
     """
     wanted, chosen = chosen_uid(owner, mine=mine), _chosen_uuid(api, gpu)
-    query = {"by": by, "since": _rfc3339(since), "totals": "true"}
-    query |= {"until": _rfc3339(until)} if until is not None else {}
-    query |= {"gpu": chosen} if chosen is not None else {}
-    query |= {"user": str(wanted)} if wanted is not None else {}
+    end, user = None if until is None else _rfc3339(until), None if wanted is None else str(wanted)
+    query = given(by=by, since=_rfc3339(since), until=end, gpu=chosen, user=user, totals="true")
     if listing.form == "csv":
         click.echo(hours.as_csv(api.history(**query), headings=listing.look.headings))
         return

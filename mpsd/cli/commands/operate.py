@@ -1,14 +1,13 @@
 """The commands of an operator: hold, drain, resume, restart, reset, reload and pardon."""
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from mpsd.cli import views
 from mpsd.cli.command import SignalledError, print_answer, with_api, with_form
-from mpsd.cli.options import DURATION_OR_0, daemon_names
+from mpsd.cli.options import DURATION_OR_0, Adds, daemon_names, given, together
 from mpsd.cli.terminal import Progress, pauses, raised_signals
 from mpsd.client import Api
 from mpsd.core.errors import UnreachableError
@@ -29,7 +28,7 @@ _TIMEOUT: Final = click.option(
 _NO_WAIT: Final = click.option("--no-wait", is_flag=True, help="Start the operation without waiting for its end.")
 
 
-def _of_daemons(verb: str, text: str, *options: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Command:
+def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
     """Make a command for an action on control daemons.
 
     With the option _NO_WAIT it takes until their leases and clients have ended; without, it is complete when mpsd
@@ -42,8 +41,7 @@ def _of_daemons(verb: str, text: str, *options: Callable[[Callable[..., None]], 
         if (daemon is None) is not everyone:
             raise click.UsageError("Name one DAEMON, or all of them with --all.")
         names = [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
-        given = {name: value for name, value in body.items() if value is not None}
-        begun = (api.operate(name, verb, given) for name in names)
+        begun = (api.operate(name, verb, given(**body)) for name in names)
         ended = begun if no_wait else [_follow(api, each) for each in [*begun]]
         has_failed = False
         for each in ended:
@@ -52,13 +50,10 @@ def _of_daemons(verb: str, text: str, *options: Callable[[Callable[..., None]], 
         if has_failed:
             raise SystemExit(1)
 
-    decorated: Callable[..., None] = command
     everyone = click.option("--all", "everyone", is_flag=True, help="All control daemons of the node.")
     daemon = click.argument("daemon", required=False, shell_complete=daemon_names)
-    for option in options:
-        decorated = option(decorated)
-    decorated = daemon(everyone(with_form()(with_api(decorated))))
-    return click.command(verb, help=f"{text}\n\nDAEMON is a name that `mpsctl daemons` lists.")(decorated)
+    decorate = together(daemon, everyone, with_form(), with_api, *options)
+    return click.command(verb, help=f"{text}\n\nDAEMON is a name that `mpsctl daemons` lists.")(decorate(command))
 
 
 def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":

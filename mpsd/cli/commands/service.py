@@ -16,6 +16,7 @@ from mpsd.cli.command import environment, note, of_files, with_api
 from mpsd.cli.commands.admit import with_request
 from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
+from mpsd.cli.options import given
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
 from mpsd.client import Api
@@ -227,7 +228,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
         found = systemd_units.properties(unit, "User", "Group")
         request["owner"] = _owner(found["User"] or "root", found["Group"])
         request["holder"] = {"cgroup": group, "while": "exists"}
-        lease = take(api, {"name": unit, **_given(request)}, wait=wait)
+        lease = take(api, {"name": unit, **given(**request)}, wait=wait)
     with start.released_on_failure(api, lease):
         systemd_units.write_secret(path, f"{wanted}\n{as_env_file(environment(api, lease, share=0))}\n")
 
@@ -301,14 +302,10 @@ def _owner(name: str, group: str) -> Mapping[str, object]:
     raise ConfigurationError(f"there is no user {name}, or no group {group}", hint="correct User= or Group=")
 
 
-def _given(request: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in request.items() if value is not None}
-
-
 def _as_options(request: Mapping[str, object], wait: float) -> list[str]:
     """Return a request as command-line options."""
     options = []
-    for name, value in sorted(_given(request).items()):
+    for name, value in sorted(given(**request).items()):
         if name == "labels":
             assert isinstance(value, dict)  # noqa: S101 - its option makes it
             options += [word for key in sorted(value) for word in ("--label", f"{key}={value[key]}")]

@@ -9,7 +9,7 @@ import io
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli.render import when
-from mpsd.cli.tables import Column, Figure, Look, table
+from mpsd.cli.tables import Figure, Look, columns_of, table
 from mpsd.cli.users import name_of
 from mpsd.core.sanitize import plain
 
@@ -23,20 +23,10 @@ _GIB: Final = 1024**3
 _ALL_THREADS: Final = 100
 """Percent of a GPU's threads."""
 
+_HEADINGS: Final = ("LEASES", "GPU HOURS", "GIB HOURS", "HELD GIB HOURS", "HELD", "CLIENT HOURS")
+
 _FORMULA: Final = frozenset("=+-@\t\r")
 """First characters of a cell that a spreadsheet reads as a formula."""
-
-
-def _columns(heading: str) -> tuple[Column, ...]:
-    return (
-        Column(heading),
-        Column("LEASES"),
-        Column("GPU HOURS"),
-        Column("GIB HOURS"),
-        Column("HELD GIB HOURS", 2),
-        Column("HELD", 1),
-        Column("CLIENT HOURS", wide=True),
-    )
 
 
 def view(answer: "answer_types.History", gpus: "Mapping[str, str]", look: Look) -> str:
@@ -55,7 +45,8 @@ def view(answer: "answer_types.History", gpus: "Mapping[str, str]", look: Look) 
         for each in sorted(answer["history"], key=lambda each: each["total"]["threads_granted"], reverse=True)
         for leases, threads, granted, held, clients in [_amounts(each["total"])]
     ]
-    listed = table(_columns(heading), rows, look, none="nothing was granted")
+    columns = columns_of((heading, *_HEADINGS), drops=("HELD GIB HOURS", "HELD"), wide=("CLIENT HOURS",))
+    listed = table(columns, rows, look, none="nothing was granted")
     return "\n".join([listed, *_notes(answer)])
 
 

@@ -14,6 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli.command import SignalledError, note
+from mpsd.cli.options import given
 from mpsd.cli.render import lack, numbers_of_gpus, plural
 from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.cli.users import name_of
@@ -49,7 +50,7 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
     was granted at that very moment. Raises the errors of `Api.admit`, and SignalledError. An mpsd that stops answering
     is waited for too, but not one that never answered.
     """
-    request = {name: value for name, value in options.items() if value is not None}
+    request = given(**options)
     if not wait:
         return api.admit(request)
     request_id = str(request.get("request_id") or new_request_id())

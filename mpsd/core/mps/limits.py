@@ -361,18 +361,12 @@ def narrower(one: LimitValue, other: LimitValue) -> LimitValue:
 
 def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     """Return the wider of each limit, from two readings."""
-    return ReadBack(
-        max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
-        wider(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
-    )
+    return reading_of({limit: wider(limit.found(one), limit.found(other)) for limit in LIMITS})
 
 
 def narrowest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     """Return the narrower of each limit, from two readings."""
-    return ReadBack(
-        min(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
-        narrower(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
-    )
+    return reading_of({limit: narrower(limit.found(one), limit.found(other)) for limit in LIMITS})
 
 
 def widest_limits(one: Limits, other: Limits) -> Limits:

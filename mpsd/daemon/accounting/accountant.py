@@ -152,8 +152,8 @@ class Accountant:
         """The periods since the last sample of the second tier, and of the third."""
         self._batches: list[tuple[datetime, Mapping[str, Lease]]] = []
         """The changes of leases that are not in the accounts yet."""
-        self._usages: object = None
-        """The last reading of the GPUs that is in the accounts."""
+        self._held: object = None
+        """What the leases held at the last reading of the GPUs that is in the accounts."""
         self._gaps: list[Gap] = []
         """Gaps that are not stored yet."""
         self._since = 0
@@ -286,14 +286,13 @@ class Accountant:
     def _take_in_reading(self, node: Node, now: int) -> None:
         """Put a new reading of the GPUs, if there is one, into the accounts."""
         monitor = node.violation_monitor
-        usages = monitor.usages
-        if usages is self._usages:
+        if monitor.held is self._held:
             return
-        self._usages = usages
+        self._held = monitor.held
         by_gpu: dict[str, dict[str, int | None]] = {}
         for (lease_id, gpu), held in monitor.held.items():
             by_gpu.setdefault(gpu, {})[lease_id] = _held(held.values())
-        readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in usages.items()}
+        readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in monitor.usages.items()}
         self._accounts.read(readings, now)
 
     # -- reports ------------------------------------------------------------------------------------------------------

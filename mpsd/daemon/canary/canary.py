@@ -12,7 +12,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from mpsd.core.capabilities import Capability
@@ -107,7 +107,7 @@ class Canaries:
         alarm = min(math.ceil(max(seconds, _START)) + _SPARE, _LONGEST_ALARM)
         reads, writes = os.pipe()
         # The canary stays until its stdin ends, at the latest with mpsd.
-        with os.fdopen(reads, "rb") as stdin, os.fdopen(writes, "wb") as holding, _output() as sink:
+        with os.fdopen(reads, "rb") as stdin, os.fdopen(writes, "wb") as holding, process.memory_file("canary") as sink:
             canary = process.spawn(
                 [*self._program.argv, "--alarm", str(alarm), *become],
                 env=self._environment(daemon),
@@ -215,16 +215,6 @@ async def _unlisted(supervisor: Supervisor, canary: Process, seconds: float) -> 
         return "the control daemon did not name its clients"
     is_client = any(canary.pid in each.canaries for each in servers)
     return None if is_client else "it used CUDA without MPS: the control daemon does not name it as a client"
-
-
-@contextlib.contextmanager
-def _output() -> Iterator[int]:
-    """Make a file in memory for a program's output."""
-    sink = os.memfd_create("canary")
-    try:
-        yield sink
-    finally:
-        os.close(sink)
 
 
 def _hindrance(supervisor: Supervisor) -> str | None:

@@ -26,6 +26,7 @@ from mpsd.core.supervision.wedge import CanaryEnd, Cause, Listed, ListedClients,
 from mpsd.daemon.canary.canary import Canaries
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
+from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes import proc
@@ -83,6 +84,7 @@ class ServerWatch:
         self._settings = settings
         self._changed = changed
         self._log = log.bind(daemon=supervisor.name)
+        self._lacks = Lacks(self._log, f"the server of {supervisor.name}")
         self._watched = _Watched()
         self._suspicions = Suspicions()
         self._listed = ListedClients()
@@ -126,9 +128,10 @@ class ServerWatch:
         """Watch until cancelled."""
         while True:
             await self._pause()
-            self._check()
-            if (suspicion := self._due()) is not None:
-                await self.examine(suspicion)
+            with self._lacks.outlived():
+                self._check()
+                if (suspicion := self._due()) is not None:
+                    await self.examine(suspicion)
 
     async def _pause(self) -> None:
         """Wait for the next check; those after an adoption are early, since grants wait for them."""

@@ -142,7 +142,11 @@ class Instance:
         if self._searched:
             return ()
         self._searched = True
-        found, finished = await asyncio.to_thread(orphans, self._record)
+        try:
+            found, finished = await asyncio.to_thread(orphans, self._record)
+        except OSError:
+            self._searched = False
+            raise
         self._record.forget(finished)
         return found
 

@@ -608,12 +608,13 @@ class Supervisor:
 
     def _handle_exit(self) -> None:
         """Handle the end of the process, as the kernel reported it: its answers are no longer valid."""
-        words = self._control_log.last_words()
+        # What may fail without a descriptor comes first: the death must not be taken and then forgotten.
+        words, served = self._control_log.last_words(), self.observer.clients
+        holder = self._instance.lock_holder() if self.state is State.STARTING else None
+        self.survivors.add(served)
         ended = self._instance.take_exit()
         if words and self._instance.is_fresh:
             ended = ended._replace(how=f"{ended.how}, and its last log line was {words!r}")
-        served = self.observer.clients
-        self.survivors.add(served)
         self.observer.forget()
         self._control_log.forget()
         # 1. mpsd made it quit, so this is no death.
@@ -621,7 +622,7 @@ class Supervisor:
         # 3. Any other end is a death. It counts, and the contexts of its clients end with its servers.
         if self.state is State.STOPPING:
             self._move(Event.DIED, ended.how)
-        elif self.state is State.STARTING and (holder := self._instance.lock_holder()) is not None:
+        elif holder is not None:
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:

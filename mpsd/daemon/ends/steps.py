@@ -164,7 +164,7 @@ class EndSteps:
         if self._is_gone:
             return ""
         for name, server in self._late:
-            if name == daemon and proc.start_ticks(server.pid) == server.start_ticks:
+            if name == daemon and proc.may_live(server):
                 return (
                     f"server {server.pid} did not end the contexts of client {self.pid} in time (terminate_client), and"
                     f" may refuse other clients until it has (CUDA error 807); grants on {daemon} wait for that"
@@ -429,5 +429,5 @@ class EndSteps:
             self._report(*place, because)
 
     def _report(self, daemon: str, server: ProcessIdentity, because: str) -> None:
-        if proc.start_ticks(server.pid) == server.start_ticks:
+        if proc.may_live(server):
             self._parts.suspected.send(daemon, server.pid, self.ending.uid, because)

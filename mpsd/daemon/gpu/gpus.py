@@ -14,6 +14,7 @@ from mpsd.core.settings import WantedComputeMode
 from mpsd.core.signal import Signal
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.bounded import BoundedLog
+from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.gpus.gpu import GpuSource
@@ -36,6 +37,7 @@ class Gpus:
         """The GPU of this UUID reports an Xid: a client's fault causes one, too."""
         self._source = source
         self._log = log
+        self._lacks = Lacks(log, "the processes on the GPUs")
         self._usage: dict[int, Reading[GpuUsage]] = {}
         self._began: dict[int, datetime] = {}
         """The start of each of these readings: a reading does not cover later reports."""
@@ -60,12 +62,13 @@ class Gpus:
             self._soon.clear()
             for each in self._bounded.values():
                 each.settle()
-            if self._unread:
-                # If the inventory fails, the unread GPUs stay unread.
-                with contextlib.suppress(GpuError):
-                    await self.take(await self._source.inventory())
-            await self.read()
-            self.was_read.send()
+            with self._lacks.outlived(again=self.read_soon):
+                if self._unread:
+                    # If the inventory fails, the unread GPUs stay unread.
+                    with contextlib.suppress(GpuError):
+                        await self.take(await self._source.inventory())
+                await self.read()
+                self.was_read.send()
 
     async def listen(self) -> None:
         """Record the faults that GPUs report, for ever."""

@@ -18,6 +18,8 @@ from mpsd.core.signal import Signal
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
+from mpsd.daemon.record.lacks import Lacks
+from mpsd.daemon.record.log import Logger
 from mpsd.system.processes import proc
 from mpsd.system.processes.process_table import NewProcesses
 
@@ -283,12 +285,12 @@ _REMEMBERED: Final = 100
 class ChangedUsers:
     """The users that processes of root's leases became; each is reported once for each lease."""
 
-    def __init__(self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit) -> None:
+    def __init__(self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit, log: Logger) -> None:
         self.noticed = Signal[()]()
         """Another process is reported: a reading of the GPUs now opens its violation at once."""
         self._ledger = ledger
         self._holder_watch = holder_watch
-        self._group_commit = group_commit
+        self._group_commit, self._lacks = group_commit, Lacks(log, "the users of new processes")
         self._reported: set[tuple[str, int]] = set()
         """Leases and uids."""
         self._examined: set[int] = set()
@@ -313,7 +315,7 @@ class ChangedUsers:
                 return  # mpsd does not wake for this on a node without leases
             for lease in roots:
                 self.check(lease)
-            with contextlib.suppress(OSError):  # without a free descriptor, the next check sees them
+            with self._lacks.outlived():
                 new = new or NewProcesses()
                 for pid in new.look():
                     self._check_new(pid)
@@ -337,16 +339,15 @@ class ChangedUsers:
         """Report a new process or thread that has a lease of root by its family or group, and runs as another user."""
         if pid in self._examined or proc.effective_uid(pid) in {None, _ROOT}:
             return  # a process of root may still become another user: later checks return it again
-        self._examined.add(pid)
         uid = proc.real_uid(pid)
-        if uid is None or uid == _ROOT:
-            return
-        pid = proc.process_of_thread(pid) or pid
-        leases = self._ledger.leases
-        around = [leases[each] for circle in self._holder_watch.around(pid) for each in circle if each in leases]
-        lease, ticks = violations.lost_lease(around, uid), proc.start_ticks(pid)
-        if lease is not None and lease.owner.uid == _ROOT and ticks is not None:
-            self._report_once(lease, ProcessIdentity(pid, ticks), uid)
+        if uid is not None and uid != _ROOT:
+            process, leases = proc.process_of_thread(pid) or pid, self._ledger.leases
+            circles = self._holder_watch.around(process)
+            around = [leases[each] for circle in circles for each in circle if each in leases]
+            lease, identity = violations.lost_lease(around, uid), proc.identify(process)
+            if lease is not None and lease.owner.uid == _ROOT and identity is not None:
+                self._report_once(lease, identity, uid)
+        self._examined.add(pid)  # last: what could not be read is checked again
 
     def _report_once(self, lease: Lease, identity: ProcessIdentity, uid: int) -> None:
         if (lease.id, uid) not in self._reported:

@@ -82,7 +82,7 @@ class Completeness:
                 self._awaited[gpu] = present
                 pids = sorted(each.pid for each in present)
                 self._log.error(EventName.LEASES_INCOMPLETE, daemon=daemon.name, gpu=gpu, because=because, pids=pids)
-        left = {each for each in self._awaited.get(gpu, ()) if proc.start_ticks(each.pid) == each.start_ticks}
+        left = {each for each in self._awaited.get(gpu, ()) if proc.may_live(each)}
         if not left:
             self._end_wait(gpu, "every process that may have had a lease has ended")
             return ""
@@ -144,5 +144,8 @@ def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
     if daemon.state not in ANSWERED or not daemon.verified or not all(each.lists_clients for each in servers):
         return None
     pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
-    started = ((pid, proc.start_ticks(pid)) for pid in pids)
-    return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}
+    try:
+        found = [proc.identify(pid) for pid in pids]
+    except OSError:
+        return None
+    return {each for each in found if each is not None}

@@ -35,6 +35,7 @@ from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
 from mpsd.daemon.leases.keepers import Carriers, Keepers
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.record.events import Events
+from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes.descriptors import Purpose
@@ -109,11 +110,11 @@ class Leases:
         self._store = store
         self._published = events.batch
         """The latest turn of an earlier mpsd whose news are in the history."""
-        self._log = log
+        self._log, self._lacks = log, Lacks(log, "the leases")
         self.group_commit = GroupCommit(ledger, store, events, settings, log)
         self.holder_watch = HolderWatch()
         self.clients = Clients(ledger, self.holder_watch, self.group_commit, ceilings)
-        self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit)
+        self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit, log)
         self._keepers = Keepers(ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users)
         self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
         self.request_ids = RequestIds(ledger.find)
@@ -142,13 +143,14 @@ class Leases:
                 group.create_task(self.changed_users.run())
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
-                    now = clock.monotonic()
-                    self._report_expiring(now)
-                    self._end_overdue(now)
-                    self._end_closing()
-                    self.holder_watch.poll()
-                    self.group_commit.mend()
-                    self.settle()  # the order of the queue changes with time alone
+                    with self._lacks.outlived():
+                        now = clock.monotonic()
+                        self._report_expiring(now)
+                        self._end_overdue(now)
+                        self._end_closing()
+                        self.holder_watch.poll()
+                        self.group_commit.mend()
+                        self.settle()  # the order of the queue changes with time alone
         finally:
             self.group_commit.commit()
             self.holder_watch.close()

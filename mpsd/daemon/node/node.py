@@ -28,6 +28,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.admission_checks import AdmissionChecks
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.unleased import UnleasedClients
+from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMonitor
 from mpsd.system import clock
@@ -58,6 +59,7 @@ class Node:
         """The requirements on mpsd's environment that were not met at its start."""
         self.gpus, self.control_daemons, self.leases, self.quarantine = gpus, control_daemons, leases, quarantine
         self._pipe_access, self._endings, self._log = pipe_access, endings, log
+        self._lacks = Lacks(log, "the offers of the GPUs")
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
@@ -133,9 +135,10 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            self.inspect()  # first: what clients without a lease use must not be granted
-            self.leases.offer(self.offers(), self.unleased.charged)
-            self._note_admission()
+            with self._lacks.outlived(again=self._changed.set):
+                self.inspect()  # first: what clients without a lease use must not be granted
+                self.leases.offer(self.offers(), self.unleased.charged)
+                self._note_admission()
 
     def _note_admission(self) -> None:
         """Log each GPU on which grants begin or end: whoever offers the GPUs to others follows that."""

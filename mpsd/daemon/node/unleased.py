@@ -57,7 +57,6 @@ class UnleasedClients:
         `read` tells whether the GPUs were read since the last time.
         """
         daemons = [*daemons]
-        self._counted = {daemon.name for daemon in daemons if daemon.state in ANSWERED}
         if read:
             gpus = {daemon.name: daemon.gpu for daemon in daemons}
             self._parts = {
@@ -69,6 +68,7 @@ class UnleasedClients:
         for gpu, uid, amount in self._amounts(attached, daemons, usages):
             sums[gpu, uid] = sums.get((gpu, uid), NOTHING) + amount
         before, self._sums, self.charged = self._sums, sums, _by_user(sums)
+        self._counted = {daemon.name for daemon in daemons if daemon.state in ANSWERED}
         return before != sums
 
     def _amounts(

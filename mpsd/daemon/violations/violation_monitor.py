@@ -191,7 +191,9 @@ class ViolationMonitor:
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs; each reading is a new object."""
         self.held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
-        """By lease and GPU, what its processes held there at that reading; it omits leases that held nothing."""
+        """By lease and GPU, what its processes held there at that reading; it omits leases that held nothing.
+
+        Each attribution of a reading is a new object, too."""
         self._of_other_users: list[Violation] = []
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -289,8 +291,10 @@ class ViolationMonitor:
             for server in daemon.servers
             if server.faulted is not None
         }
-        for name, pid in faults.keys() - self._faults.keys():
-            there = [each for each in self.attached() if (each.client.daemon, each.client.server) == (name, pid)]
+        new = faults.keys() - self._faults.keys()
+        attached = [*self.attached()] if new else []
+        for name, pid in new:
+            there = [each for each in attached if (each.client.daemon, each.client.server) == (name, pid)]
             clients = [each.client.identity.pid for each in there]
             self._log.error(
                 EventName.LEASES_FAULTED,
@@ -359,7 +363,7 @@ class ViolationMonitor:
 
     def _attribute_memory(self) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
-        self.held = {}
+        now_held = dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]]()
         of_others = {each: each for each in self._clients.of_changed_holders()}
         holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
@@ -385,10 +389,10 @@ class ViolationMonitor:
                 if lease is None and identity not in holders:
                     lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if lease is not None:
-                    self.held.setdefault((lease.id, gpu), {})[identity] = each
+                    now_held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
-        self._of_other_users = [*of_others.values()]
+        self.held, self._of_other_users = now_held, [*of_others.values()]
 
     def _doubt(self) -> Iterator[Doubt]:
         for client, lease, counted in self.attached():

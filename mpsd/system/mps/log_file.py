@@ -48,10 +48,8 @@ def unread(fifo: Path) -> int:
 
 def move(fifo: Path, log: Path) -> int:
     """Move the content of a control daemon's FIFO to its log, and return the number of bytes. Raises OSError."""
-    with _opened(fifo) as source:
-        lines = os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ))
-    with os.fdopen(open_for_daemon(log), "wb") as file:
-        return file.write(lines)
+    with _opened(fifo) as source, os.fdopen(open_for_daemon(log), "wb") as file:
+        return file.write(os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ)))
 
 
 @contextlib.contextmanager

@@ -128,6 +128,14 @@ def lives(process: ProcessIdentity) -> bool:
     return live_ticks(process.pid) == process.start_ticks
 
 
+def may_live(process: ProcessIdentity) -> bool:
+    """Tell the same for reports, which do not fail: what cannot be read now, as without a descriptor, may live."""
+    try:
+        return lives(process)
+    except OSError:
+        return True
+
+
 def has_no_memory(pid: int) -> bool:
     """Tell whether a process has ended, or has given up its memory because it, or its first thread, ends.
 

@@ -5,6 +5,7 @@ environment that mpsd builds and the process does not inherit.
 """
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,7 +14,7 @@ import shlex
 import signal
 import struct
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -188,13 +189,14 @@ def from_pidfd(pidfd: int) -> Process | None:
     Returns None, and closes the pidfd, when the process is gone or not visible. A process in a pid namespace that mpsd
     cannot see has pid 0 here, and one that is gone has -1 (measured, kernel 6.18).
     """
-    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
-    pid = int(fields.get("Pid", -1))
-    ticks = proc.start_ticks(pid) if pid > 0 else None
-    if ticks is None:
-        os.close(pidfd)
-        return None
-    return Process(ProcessIdentity(pid, ticks), pidfd, None)
+    with contextlib.ExitStack() as unless_watched:
+        unless_watched.callback(os.close, pidfd)
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
+        identity = proc.identify(pid) if (pid := int(fields.get("Pid", -1))) > 0 else None
+        if identity is None:
+            return None
+        unless_watched.pop_all()
+    return Process(identity, pidfd, None)
 
 
 def find(pid: int) -> Process | None:
@@ -213,15 +215,12 @@ def adopt(identity: ProcessIdentity) -> Process | None:
         if error.errno not in _NO_PROCESS:
             raise
         return None
-    # This check follows the opening of the descriptor, so that the process cannot change in between.
-    try:
-        is_another = proc.start_ticks(identity.pid) != identity.start_ticks
-    except OSError:
-        os.close(pidfd)
-        raise
-    if is_another:
-        os.close(pidfd)
-        return None
+    with contextlib.ExitStack() as unless_watched:
+        unless_watched.callback(os.close, pidfd)
+        # This check follows the opening of the descriptor, so that the process cannot change in between.
+        if proc.start_ticks(identity.pid) != identity.start_ticks:
+            return None
+        unless_watched.pop_all()
     return Process(identity, pidfd, None)
 
 
@@ -248,8 +247,13 @@ def spawn(
 
     child = start() if allowed is None or not capabilities.can_drop() else capabilities.without(allowed, start)
     # Only mpsd can reap it, so its pid is still its own here, even if it has ended already.
-    pidfd = os.pidfd_open(child.pid)
-    return Process(ProcessIdentity(child.pid, proc.start_ticks(child.pid) or 0), pidfd, child)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(child.wait)
+        on_failure.callback(child.kill)  # it has not begun, and nobody could watch it
+        identity = ProcessIdentity(child.pid, proc.start_ticks(child.pid) or 0)
+        pidfd = os.pidfd_open(child.pid)
+        on_failure.pop_all()
+    return Process(identity, pidfd, child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +281,7 @@ async def run(
     Its input and output are files in memory: there is no pipe to fill, so neither side can block on the other.
     `allowed` has the meaning that it has for `spawn`. Raises OSError when it cannot be started.
     """
-    source, sink = os.memfd_create("stdin"), os.memfd_create("stdout")
-    try:
+    with memory_file("stdin") as source, memory_file("stdout") as sink:
         os.write(source, stdin)
         os.lseek(source, 0, os.SEEK_SET)
         process = spawn(argv, env=env, stdin=source, stdout=sink, allowed=allowed)
@@ -293,10 +296,17 @@ async def run(
             await process.wait()
             process.close()
         output = os.pread(sink, _MAXIMUM_OUTPUT, 0).decode("utf-8", errors="replace")
-    finally:
-        os.close(source)
-        os.close(sink)
     return Finished(shlex.join(argv), returncode, output)
+
+
+@contextlib.contextmanager
+def memory_file(name: str) -> Iterator[int]:
+    """Make a file in memory for a program's input or output. Raises OSError."""
+    descriptor = os.memfd_create(name)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 # -- how a process ended -----------------------------------------------------------------------------------------------
@@ -311,8 +321,9 @@ def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
     for _ in range(2):  # the parent may reap it between the two reads
         if (returncode := returncode_of(pidfd)) is not None:
             return returncode
-        if status := proc.wait_status(identity):
-            return os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(OSError):  # its end is certain, and only the code is unknown without a descriptor
+            if status := proc.wait_status(identity):
+                return os.waitstatus_to_exitcode(status)
     return None
 
 

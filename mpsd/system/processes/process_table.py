@@ -185,8 +185,9 @@ class NewProcesses:
 
         Some may be threads, and the repeated ones may be gone.
         """
+        found = [(pid, 0) for pid in self._new()]  # first, since it may fail
         self._looks += 1
-        found = [(pid, 0) for pid in self._new()] + self._again.pop(self._looks, [])
+        found += self._again.pop(self._looks, [])
         for pid, time in found:
             if time < len(_AGAIN):
                 self._again.setdefault(self._looks + _AGAIN[time], []).append((pid, time + 1))

@@ -238,9 +238,8 @@ class TestRoutes:
         """Each row is a route of mpsd, so a row cannot outlive its route."""
         document = node.get("/v1/openapi.json").json["paths"]
         there = {(method.upper(), path) for path, row in document.items() for method in row}
-        rows = {(each.method, re.sub(re.escape(guard.NAME), "{}", each.path.pattern)) for each in guard.PASSED_ON}
         known = {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in there}
-        assert rows <= known
+        assert known.issuperset(guard.PASSED_ON)
 
     @pytest.mark.parametrize("method", ["PUT", "PATCH", "TRACE", "CONNECT", "OPTIONS", "get"])
     def test_methods(self, web: Web, method: str) -> None:

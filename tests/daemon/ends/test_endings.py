@@ -97,6 +97,29 @@ async def ended(endings: Endings, target: ProcessIdentity) -> None:
         endings.close()
 
 
+def test_end_without_descriptors(tmp_path: Path) -> None:
+    """A process that ends while no descriptor is free has ended; its server is suspect where it cannot be read."""
+
+    async def scenario(started: "subprocess.Popen[bytes]", target: ProcessIdentity) -> None:
+        server, store, suspected = proc.identify(os.getpid()), EndStore(tmp_path), list[int]()
+        assert server is not None
+        cause = EndCause("a test", "it is a test")
+        until, unreleased = clock.since_boot() + 600, (("gpu0", server),)
+        ending = Ending(target, os.getuid(), (cause,), clock.boot_id(), clock.now(), step=EndStep.SIGKILL)
+        store.store(structs.replace(ending, until=until, unreleased=unreleased))
+        endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
+        endings.suspected.connect(lambda _daemon, pid, _uid, _because: suspected.append(pid))
+        endings.load()
+        with without_descriptors():
+            started.kill()
+            await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
+        assert suspected == [server.pid]
+        endings.close()
+
+    with idle() as (started, target):
+        asyncio.run(scenario(started, target))
+
+
 def test_without_descriptors(tmp_path: Path) -> None:
     """An end for which mpsd has no descriptor is refused like one that cannot be stored, and begins when it has one."""
 

@@ -16,10 +16,14 @@ import pytest
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import is_running
+from tests.daemon.helpers import branches, is_running, kill, next_ready
+from tests.daemon.leases.holding import asleep
 from tests.daemon.leases.line import OWN_UID, Line, Talk, message
+from tests.descriptors import starved
 from tests.harness import wait_until
 from tests.node import Answer, Node
+from tests.real import RealDaemon
+from tests.simulated_clients import leased
 
 pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
@@ -53,6 +57,14 @@ events = 100
 unadmitted = "allow"
 """
 """With "deny", a control daemon would be replaced for each other user, in the middle of a test."""
+
+QUICK: Final = """
+[daemon]
+probe_interval = 0.1
+"""
+
+OFTEN: Final = {"mpsd.daemon.gpu.gpus._INTERVAL": 0.2}
+"""`Node.durations` for an mpsd that reads the GPUs often."""
 
 Connect: TypeAlias = Callable[..., Talk]
 """Connects to a node as some user; the connection stays until the test ends."""
@@ -313,6 +325,27 @@ class TestReaders:
         assert slow.ask("GET", "/healthz").status == 200
 
 
+def lacking(node: Node, *checks: str) -> None:
+    """Wait until mpsd lacks descriptors for its control daemon, and for each of these checks."""
+
+    def are_left_out() -> bool:
+        assert node.exited() is None
+        lines = [line["because"] for line in node.events("resource_lacking")]
+        return bool(node.events("daemon_state", state="unresponsive")) and all(
+            any(line.startswith(f"{each} cannot be checked now: ") for line in lines) for each in checks
+        )
+
+    wait_until(are_left_out, what=f"mpsd to lack descriptors; the log is {node.stderr}")
+
+
+def unharmed(node: Node, before: dict[str, Any]) -> bool:
+    """Wait until a node is well again; tell whether control daemon and server are the same, and nobody was ended."""
+    wait_until(lambda: node.exited() is None and node.get("/readyz").status == 200, what="mpsd to be well")
+    after, ends = node.daemons()["gpu0"], ("client_forced", "daemon_forced", "daemon_death", "library_report")
+    pids = [(each["pid"], [server["pid"] for server in each["servers"]]) for each in (before, after)]
+    return pids[0] == pids[1] and not any(map(node.events, ends))
+
+
 class TestDescriptors:
     """mpsd without free descriptors."""
 
@@ -364,6 +397,60 @@ class TestDescriptors:
         resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (soft, hard))
         assert node.wait_for_state("gpu0", "ready")["pid"] == pid
         assert is_running(pid)
+
+    def test_none_for_a_node_in_use(self, make_node: Start) -> None:
+        """Without any descriptor, mpsd lives, says what it lacks, and ends nobody; then it is well again."""
+        node = make_node(simulate=1, control=None, config=QUICK, durations=OFTEN).start()
+        with (
+            leased(node, "--threads", "10", "--memory", "1GiB") as client,
+            asleep() as other,
+            contextlib.ExitStack() as at_end,
+        ):
+            at_end.callback(other.kill)
+            client.alloc("64MiB")
+            kept = wait_until(lambda: next((each for each in node.leases() if each["clients"]), None), what="a client")
+            short, before = node.lease(pid=other.pid), node.daemons()["gpu0"]
+            with Talk(node.socket) as talk:
+                assert talk.ask("GET", "/v1/status").json["healthy"]
+                with starved(node.pid):
+                    lacking(node, "the processes on the GPUs", "the offers of the GPUs", "the server of gpu0")
+                    status = talk.ask("GET", "/v1/status").json
+                    assert not status["healthy"]
+                    assert "Too many open files" in status["because"]
+                    other.kill()
+                    wait_until(lambda: node.events("lease_ended", lease=short["id"]), what="its lease to end")
+            assert unharmed(node, before)
+            assert client.alloc("64MiB")["ok"]
+            assert [(each["id"], each["clients"]) for each in node.leases()] == [(kept["id"], kept["clients"])]
+
+    @pytest.mark.parametrize("real", branches(555))
+    def test_none_for_a_real_control_daemon(self, make_node: Start, real: RealDaemon) -> None:
+        """The same for NVIDIA's own control daemon and a lease on it."""
+        node = make_node(simulate=1, control=real.control, config=QUICK, durations=OFTEN).start()
+        lease, before = node.lease(), node.daemons()["gpu0"]
+        with starved(node.pid):
+            lacking(node)
+            wait_until(lambda: node.events("gpu_health", health="unknown"), what="the GPU to be unreadable")
+        assert unharmed(node, before)
+        assert [each["id"] for each in node.leases()] == [lease["id"]]
+
+    def test_death_without_any(self, make_node: Start) -> None:
+        """A control daemon that dies meanwhile is replaced: its death counts once, and its clients are reported."""
+        node = make_node(simulate=1, control=None, config=QUICK, durations=OFTEN).start()
+        with leased(node, "--threads", "10", "--memory", "1GiB") as client:
+            client.alloc("64MiB")
+            lease = wait_until(lambda: next((each for each in node.leases() if each["clients"]), None), what="a client")
+            pid = node.daemons()["gpu0"]["pid"]
+            with starved(node.pid):
+                lacking(node, "the offers of the GPUs")
+                kill(pid)
+                wait_until(lambda: not is_running(pid), what="its end")
+                before = len(node.events("resource_lacking"))
+                wait_until(lambda: len(node.events("resource_lacking")) > before + 2, what="mpsd to check again")
+            next_ready(node, "gpu0", pid)
+            assert len(node.events("daemon_death")) == 1
+            wait_until(lambda: node.events("lease_clients_lost", lease=lease["id"]), what="its client to be reported")
+        assert node.events("library_report") == []
 
 
 class TestMemory:

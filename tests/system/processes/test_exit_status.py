@@ -1,15 +1,17 @@
-"""How a process ended that is no child of mpsd: the kernel's answer before and after its parent has reaped it."""
+"""How a process ended that is no child of mpsd, and what is left of one that could not be started or watched."""
 
 import asyncio
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.system.processes import proc, process
+from tests.descriptors import without_descriptors
 from tests.harness import look_at, wait_until
 
 ENDS: Final = {
@@ -34,6 +36,39 @@ def test_zombie(script: str) -> None:
         assert asyncio.run(watched.wait()) == returncode
         assert (process.signal_of(returncode), process.describe_end(returncode)) == (name, words)
         watched.close()
+
+
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
+def test_few_descriptors() -> None:
+    """A program that cannot be started, or watched, for lack of descriptors leaves none open, and no process."""
+
+    async def outputs() -> list[str]:
+        found = []
+        for few in range(12):
+            with without_descriptors(but=few):
+                try:
+                    found.append((await process.run(["echo", "told"], env={}, stdin=b"", seconds=30)).output)
+                except OSError as error:
+                    found.append(os.strerror(error.errno or 0))
+        return found
+
+    before = children()
+    found = asyncio.run(outputs())
+    assert {*found} == {"Too many open files", "told\n"}
+    assert found == sorted(found)
+    assert children() == before
+
+
+def test_pidfd_without_descriptors() -> None:
+    """A pidfd whose process cannot be read for lack of descriptors is closed."""
+    pidfd = os.pidfd_open(os.getpid())
+    with without_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        process.from_pidfd(pidfd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pidfd)
 
 
 @pytest.mark.parametrize("script", ENDS)

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Final, NamedTuple, TypeAlias
 
-from mpsd.core import health, mps_facts
+from mpsd.core import health
 from mpsd.core.admission.admission import NOTHING, Amount
-from mpsd.core.gpus import driver_branch
+from mpsd.core.gpus import clients_max
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.metrics import families
@@ -101,10 +101,7 @@ def _of_gpus(node: NodeSnapshot) -> Numbers:
         families.GPU_THREADS: {(gpu.uuid,): node.threads_oversubscription for gpu in known},
         families.GPU_THREADS_GRANTED: {labels: amount.threads / 1000 for labels, amount in granted.items()},
         families.GPU_THREADS_UNLEASED: {labels: amount.threads / 1000 for labels, amount in unleased.items()},
-        families.GPU_CLIENTS_MAX: {
-            (gpu.uuid,): mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version))
-            for gpu in known
-        },
+        families.GPU_CLIENTS_MAX: {(gpu.uuid,): clients_max(gpu) for gpu in known},
         families.GPU_CLIENTS_GRANTED: {labels: amount.clients for labels, amount in granted.items()},
     }
 

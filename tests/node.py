@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
-from mpsd.simulator.devices import set_binds
+from mpsd.simulator.devices import Setting, set_setting
 from tests.catalogued import check_events
 from tests.fork_server import ForkServer
 from tests.harness import below, kill, wait_until
@@ -166,7 +166,7 @@ class Node:
             not_yet=(OSError, http.client.HTTPException),
         )
         if self.simulate is not None:
-            set_binds(self.root / "run" / "simulated", BINDS)
+            set_setting(self.root / "run" / "simulated", Setting.BINDS, BINDS)
         return self
 
     def exited(self) -> int | None:

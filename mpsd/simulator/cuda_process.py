@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpsd.simulator.cuda import CudaError, Pinned, pinned
-from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, there
+from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, Setting, there
 
 _SOCKET: Final = "simulated_clients"
 _PACKET: Final = 1 << 18
@@ -75,7 +75,7 @@ class CudaProcess:
     @property
     def attributes(self) -> dict[str, bool]:
         """Whether it uses MPS, as `mps`; empty before CUDA is initialised, and where the driver does not tell."""
-        is_known = self._device is not None and self._device.has_mps_attribute
+        is_known = self._device is not None and self._device.setting(Setting.NO_MPS_ATTRIBUTE) is None
         return {"mps": self.server is not None} if is_known else {}
 
     # -- contexts --

@@ -3,11 +3,8 @@
 A directory stands for the node's GPUs, with a subdirectory for each GPU, by UUID. It has a file for each process with a
 context there, and files for the GPU's faults. As with a real driver, the memory of a process is free once it is gone.
 
-The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
-file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context` (`mps_facts.Binds`).
-The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `outlives`
-lets servers outlive their control daemon. Where a file `no_mps_attribute` is, CUDA does not tell a process whether it
-uses MPS. For a node, the path of the directory is <runtime_dir>/simulated.
+The same directory has the settings of the simulated driver, each in a file (`Setting`), which a server reads when it
+starts. For a node, the path of the directory is <runtime_dir>/simulated.
 """
 
 import contextlib
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.mps_facts import Binds
 from mpsd.core.units import GIB
 
 MEMORY: Final = 80 * GIB
@@ -31,14 +27,6 @@ VARIABLE: Final = "MPSD_SIMULATED_GPUS"
 
 FAULTS: Final = "faults"
 """The file with the reports of all GPUs of a node, the oldest first: a UUID and an Xid per line."""
-
-_BINDS: Final = "binds"
-"""The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
-
-_CONTEXT_MEMORY: Final = "context_memory"
-_NO_MPS_ATTRIBUTE: Final = "no_mps_attribute"
-
-_OUTLIVES: Final = "outlives"
 
 _COMPUTE_MODE: Final = "compute_mode"
 """The file of a GPU with its compute mode, if that was ever set."""
@@ -159,10 +147,9 @@ class Device:
             case _:
                 return True
 
-    @property
-    def has_mps_attribute(self) -> bool:
-        """Whether CUDA tells a process whether it uses MPS (CU_DEVICE_ATTRIBUTE_MPS_ENABLED)."""
-        return not (self._path.parent / _NO_MPS_ATTRIBUTE).exists()
+    def setting(self, which: "Setting") -> str | None:
+        """Return a setting of the simulated driver; None where it was not set."""
+        return setting(self._path.parent, which)
 
     def report(self, xid: int) -> None:
         """Report a fault, by its number in NVIDIA's list of Xids."""
@@ -175,55 +162,33 @@ def there(directory: Path) -> list[Device]:
     return [Device(directory, path.name) for path in sorted(directory.glob("GPU-*"))]
 
 
-def binds(directory: Path) -> Binds:
-    """Return the moment in which the limits of servers that start now bind."""
-    return Binds(_setting(directory, _BINDS) or Binds.CONNECT)
+class Setting(StrEnum):
+    """A setting of the simulated driver, by the name of its file. Servers that start from then on have it."""
 
-
-def set_binds(directory: Path, moment: Binds) -> None:
-    """Set the moment in which the limits of servers that start from now on bind."""
-    _set(directory, _BINDS, moment)
-
-
-def context_memory(directory: Path) -> int:
-    """Return the bytes that a context of a server that starts now takes of its memory limit.
+    BINDS = "binds"
+    """The moment in which their limits bind, as `Binds` has it; without the file, when a client connects."""
+    CONTEXT_MEMORY = "context_memory"
+    """The bytes that a context takes of its memory limit; without the file, none.
 
     The limit covers CUDA's own part of the memory, some hundred MiB, whose size NVIDIA does not document.
     """
-    return int(_setting(directory, _CONTEXT_MEMORY) or 0)
-
-
-def set_context_memory(directory: Path, size: int) -> None:
-    """Set the bytes that a context of servers that start from now on takes of its memory limit."""
-    _set(directory, _CONTEXT_MEMORY, str(size))
-
-
-def hide_mps_attribute(directory: Path) -> None:
-    """Have CUDA no longer tell a process whether it uses MPS."""
-    _set(directory, _NO_MPS_ATTRIBUTE, "")
-
-
-def outlives(directory: Path) -> bool:
-    """Tell whether a server that starts now serves its clients to their end when its control daemon dies.
+    OUTLIVES = "outlives"
+    """With this file, a server serves its clients to their end when its control daemon dies.
 
     By default it ends within a moment, and its clients' contexts with it: measured on 580, other drivers are unknown.
     """
-    return bool(_setting(directory, _OUTLIVES))
+    NO_MPS_ATTRIBUTE = "no_mps_attribute"
+    """With this file, CUDA does not tell a process whether it uses MPS (CU_DEVICE_ATTRIBUTE_MPS_ENABLED)."""
 
 
-def set_outlives(directory: Path) -> None:
-    """Let servers that start from now on outlive their control daemon."""
-    _set(directory, _OUTLIVES, "yes")
-
-
-def _setting(directory: Path, name: str) -> str:
-    """Return a setting of the simulated driver; an empty text where it was not set."""
+def setting(directory: Path, which: Setting) -> str | None:
+    """Return the content of a setting; None where it was not set."""
     try:
-        return (directory / name).read_text(encoding="utf-8").strip()
+        return (directory / which).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return ""
+        return None
 
 
-def _set(directory: Path, name: str, value: str) -> None:
+def set_setting(directory: Path, which: Setting, value: str = "yes") -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / name).write_text(f"{value}\n", encoding="utf-8")
+    (directory / which).write_text(f"{value}\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 The simulated control daemon starts it, as NVIDIA's starts `nvidia-cuda-mps-server`: its stdin is the link, its stdout
 server.log. When the daemon dies, it ends, and its clients' contexts with it (measured on 580), unless it is set to
-outlive it (`devices.set_outlives`): then it continues to serve its present clients.
+outlive it (`devices.Setting`): then it continues to serve its present clients.
 
 The link carries JSON, one packet per message. From the daemon: `start`, first; `ask` with a `number`, which is answered
 with the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and
@@ -25,9 +25,10 @@ import time
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from mpsd.core.mps_facts import Binds
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind, binds, context_memory, outlives
+from mpsd.simulator.devices import Device, Kind, Setting, setting
 from mpsd.simulator.server_state import Answer, Server, Start
 
 PACKET: Final = 1 << 18
@@ -77,10 +78,17 @@ class _Service:
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
         gpus = Path(self._gpus)
-        settings = binds(gpus), context_memory(gpus)
-        self._outlives = outlives(gpus)
+        binds = Binds(setting(gpus, Setting.BINDS) or Binds.CONNECT)
+        context_memory = int(setting(gpus, Setting.CONTEXT_MEMORY) or 0)
+        self._outlives = setting(gpus, Setting.OUTLIVES) is not None
         start = Start(
-            tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings, branch=said["branch"]
+            tuple(said["devices"]),
+            said["percentage"],
+            limits,
+            said["priority"],
+            binds,
+            context_memory,
+            branch=said["branch"],
         )
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from mpsd.core.mps.commands import TABLE, Effect, echo_of
+from mpsd.core.mps.commands import TABLE, echo_of
 from mpsd.core.mps.limits import LIMITS
 from tests.contract.differences import answered, known
 from tests.contract.subjects import Bench, Exchange
@@ -291,7 +291,7 @@ def test_which_limits_a_driver_has(bench: Bench) -> None:
 
 def test_how_much_a_command_answers(bench: Bench) -> None:
     """A command with a one-line answer in the table always answers one line: mpsd's framing relies on that."""
-    rows = [row for row in TABLE.values() if row.lines == "one" and row.since <= bench.subject.branch]
+    rows = [row for row in TABLE.values() if row.one_line and row.since <= bench.subject.branch]
     commands = [f"{row.name}{arguments}" for row in rows for arguments in ("", " 1", " 999 1 2", " abc", " 0 7G")]
     assert [each.command for each in bench.exchange(commands) if len(each.printed) != 1] == []
 
@@ -300,7 +300,7 @@ def test_reading_changes_nothing(bench: Bench) -> None:
     """No command that the table marks as reading changes a default, whatever its arguments."""
     getters = [GET_PERCENTAGE, f"{GET_LIMIT} 0", "get_default_client_priority", "get_server_list"]
     settings = [f"{SET_PERCENTAGE} 42", f"{SET_LIMIT} 0 3G", "set_default_client_priority 1"]
-    readers = [f"{row.name} 0 1G" for row in TABLE.values() if row.effect is Effect.READS]
+    readers = [f"{row.name} 0 1G" for row in TABLE.values() if not row.changes]
     before = bench.exchange([*settings, *getters])[len(settings) :]
     assert bench.exchange([*readers, *getters])[len(readers) :] == before
 

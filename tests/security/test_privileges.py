@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.enforcement.attribution import TOKEN
-from mpsd.simulator.devices import set_outlives
+from mpsd.simulator.devices import Setting, set_setting
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.helpers import event
 from tests.daemon.leases.line import Talk
@@ -171,7 +171,7 @@ def ends(node: Node) -> bool:
 
 def finds_orphans(node: Node) -> bool:
     """Return whether a new mpsd finds another user's server whose control daemon died together with the last mpsd."""
-    set_outlives(node.root / "run" / "simulated")
+    set_setting(node.root / "run" / "simulated", Setting.OUTLIVES)
     with leased(node) as client:
         server = client.hello["server"]
         pid = node.daemons()["gpu0"]["pid"]

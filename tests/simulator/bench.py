@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
-from mpsd.simulator.devices import VARIABLE, Device, set_binds
+from mpsd.simulator.devices import VARIABLE, Device, Setting, set_setting
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until
 from tests.simulated_clients import SimulatedClient
@@ -40,7 +40,7 @@ class GpuBench(Bench):
 
     def binds(self, moment: Binds) -> None:
         """Make the limits of servers that start from now on bind at this moment."""
-        set_binds(self.root / "g", moment)
+        set_setting(self.root / "g", Setting.BINDS, moment)
 
     def server(self) -> int:
         """Start a server for the user of the tests, and return its pid when it is ready."""

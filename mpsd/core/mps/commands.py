@@ -8,7 +8,6 @@ mpsd detects unknown commands by that answer, and frames conversations with it (
 
 import re
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import (
@@ -22,21 +21,6 @@ from mpsd.core.units import briefly
 T = TypeVar("T")
 
 
-class Lines(StrEnum):
-    """The number of lines in a normal answer. Answers have no delimiter, so this decides the framing."""
-
-    ONE = "one"
-    NONE_OR_ONE = "none or one"
-    MANY = "many"
-
-
-class Effect(StrEnum):
-    """Whether a command changes anything: only then does a command of others matter."""
-
-    READS = "reads"
-    CHANGES = "changes"
-
-
 class CommandRow(NamedTuple):
     """One command of NVIDIA's front-end."""
 
@@ -45,30 +29,32 @@ class CommandRow(NamedTuple):
     """Its arguments, in the words of NVIDIA's man page."""
     since: int
     """The oldest of the measured driver branches that has it."""
-    lines: Lines
-    effect: Effect
+    one_line: bool = False
+    """Whether a normal answer is one line. Answers have no delimiter, so this decides the framing."""
+    changes: bool = False
+    """Whether it changes anything: only then does a command of others matter."""
 
 
 ROWS: Final = (
-    CommandRow("get_server_list", "", 470, Lines.MANY, Effect.READS),
-    CommandRow("get_server_status", "PID", 550, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
-    CommandRow("get_device_client_list", "[PID]", 470, Lines.MANY, Effect.READS),
-    CommandRow("ps", "[-p PID]", 535, Lines.MANY, Effect.READS),
-    CommandRow("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES),
-    CommandRow("set_default_active_thread_percentage", "PERCENTAGE", 470, Lines.ONE, Effect.CHANGES),
-    CommandRow("get_default_active_thread_percentage", "", 470, Lines.ONE, Effect.READS),
-    CommandRow("set_active_thread_percentage", "PID PERCENTAGE", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("get_active_thread_percentage", "PID", 470, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow("set_default_device_pinned_mem_limit", "DEVICE VALUE", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("get_default_device_pinned_mem_limit", "DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow("set_device_pinned_mem_limit", "PID DEVICE VALUE", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("get_device_pinned_mem_limit", "PID DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow("set_default_client_priority", "PRIORITY", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
-    CommandRow("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
-    CommandRow("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
+    CommandRow("get_server_list", "", 470),
+    CommandRow("get_server_status", "PID", 550),
+    CommandRow("start_server", "-uid UID", 470, changes=True),
+    CommandRow("shutdown_server", "PID [-f]", 470, changes=True),
+    CommandRow("get_client_list", "PID", 470),
+    CommandRow("get_device_client_list", "[PID]", 470),
+    CommandRow("ps", "[-p PID]", 535),
+    CommandRow("terminate_client", "SERVER_PID CLIENT_PID", 535, changes=True),
+    CommandRow("set_default_active_thread_percentage", "PERCENTAGE", 470, one_line=True, changes=True),
+    CommandRow("get_default_active_thread_percentage", "", 470, one_line=True),
+    CommandRow("set_active_thread_percentage", "PID PERCENTAGE", 470, changes=True),
+    CommandRow("get_active_thread_percentage", "PID", 470),
+    CommandRow("set_default_device_pinned_mem_limit", "DEVICE VALUE", 535, changes=True),
+    CommandRow("get_default_device_pinned_mem_limit", "DEVICE", 535),
+    CommandRow("set_device_pinned_mem_limit", "PID DEVICE VALUE", 535, changes=True),
+    CommandRow("get_device_pinned_mem_limit", "PID DEVICE", 535),
+    CommandRow("set_default_client_priority", "PRIORITY", 535, changes=True),
+    CommandRow("get_default_client_priority", "", 535, one_line=True),
+    CommandRow("quit", "[-t SECONDS]", 470, changes=True),
 )
 """`core/mps/limits.py` says which setter and getter belong to one limit."""
 
@@ -96,7 +82,7 @@ class Command(NamedTuple, Generic[T]):
     @property
     def expects(self) -> int | None:
         """The number of lines of a normal answer, or None when it is not known in advance."""
-        return 1 if self.row.lines is Lines.ONE else None
+        return 1 if self.row.one_line else None
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -139,7 +125,7 @@ def echo_of(line: str) -> str:
 def changes_something(line: str) -> bool:
     """Tell whether a command in the log can have changed anything. An unknown command changes nothing."""
     row = TABLE.get(next(iter(words(line)), ""))
-    return row is not None and row.effect is Effect.CHANGES
+    return row is not None and row.changes
 
 
 # -- parsing -----------------------------------------------------------------------------------------------------------

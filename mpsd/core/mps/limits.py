@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
-from mpsd.core.mps.commands import TABLE, Command, Lines, check_refusal, command, garbled, one_line
+from mpsd.core.mps.commands import TABLE, Command, check_refusal, command, garbled, one_line
 from mpsd.core.units import GIB, MIB, format_alike
 
 T = TypeVar("T")
@@ -48,12 +48,12 @@ class Setting(Generic[T]):
         A memory limit that the daemon ignored, or does not support, reads back as no line, or as error messages of any
         length.
         """
-        return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
+        return 2 if self._setter_lines and self.getter.row.one_line else None
 
     @property
     def _setter_lines(self) -> int:
         """A setter echoes the value now in force, or prints nothing at all."""
-        return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
+        return 1 if TABLE[self.setter.split(" ", 1)[0]].one_line else 0
 
     def read_back(self, lines: Sequence[str]) -> T:
         """Return the getter's value: the last line, after any lines of the setter."""
@@ -111,11 +111,6 @@ class Limit:
     """Write two values that are compared for output."""
     resource: str
     """The resource that it limits, as the noun of a sentence."""
-
-    @property
-    def measured(self) -> int:
-        """The oldest of the measured driver branches that has it."""
-        return TABLE[self.default_setter].since
 
     def default_setting(self, wanted: Limits) -> Setting[LimitValue]:
         """Give the next server this limit; where none is wanted, remove the limit."""

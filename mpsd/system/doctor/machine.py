@@ -2,14 +2,16 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from mpsd.core.doctor.finding import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock
 from mpsd.system.host import host_environment
+
+T = TypeVar("T")
 
 # -- readings ----------------------------------------------------------------------------------------------------------
 
@@ -22,6 +24,14 @@ _TAIL: Final = 1024 * 1024
 
 def denied(path: Path | str, error: OSError) -> Unknown:
     return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+
+
+def reading(path: Path, read: Callable[[], T]) -> Reading[T]:
+    """Return what is read of a file, or why that cannot be done."""
+    try:
+        return Known(read())
+    except OSError as error:
+        return denied(path, error)
 
 
 def last_lines(path: Path) -> list[str]:

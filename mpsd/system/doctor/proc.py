@@ -13,7 +13,7 @@ from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVE
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system.doctor.machine import denied
+from mpsd.system.doctor.machine import denied, reading
 from mpsd.system.host import host_environment
 from mpsd.system.processes import foreign_files, namespaces, proc, process_table
 from mpsd.system.processes.foreign_files import ForeignFile
@@ -139,18 +139,11 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         parent=stat.parent,
         state=stat.state,
         arguments=arguments,
-        executable=_link(at / "exe"),
+        executable=reading(at / "exe", lambda: text(os.readlink(at / "exe"))),  # noqa: PTH115 - its text is no path
         variables=variables,
         shared_memory=_shared_memory(at),
         apart=part != MPSD and namespaces.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
     )
-
-
-def _link(path: Path) -> Reading[str]:
-    try:
-        return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
-    except OSError as error:
-        return denied(path, error)
 
 
 def _shared_memory(at: Path) -> Reading[int]:

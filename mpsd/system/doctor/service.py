@@ -12,7 +12,7 @@ from typing import Final
 from mpsd.core.doctor.finding import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system.doctor.machine import denied
+from mpsd.system.doctor.machine import reading
 from mpsd.system.host.configuration import USUAL, read_configuration
 from mpsd.system.processes import descriptors, process
 from mpsd.system.sockets import credentials
@@ -56,11 +56,8 @@ def look_at_socket(path: Path) -> SocketSeen:
 
 def lock_holder(runtime_dir: Path) -> Reading[int | None]:
     """Return the pid of the process that holds the lock of a runtime directory."""
-    try:
-        holders = descriptors.holders(runtime_dir / "mpsd.lock")
-    except OSError as error:
-        return denied(error.filename, error)
-    return Known(holders[0].pid if holders else None)
+    lock = runtime_dir / "mpsd.lock"
+    return reading(lock, lambda: next((each.pid for each in descriptors.holders(lock)), None))
 
 
 def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:

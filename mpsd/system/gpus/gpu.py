@@ -152,7 +152,7 @@ class NvmlGpus:
     async def versions(self) -> tuple[str, int | None]:
         """Return the driver's version, and its CUDA version where it reports one. Raises the errors of `inventory`."""
         node = self._nvml.node or await self._open()
-        cuda = await self._read(lambda: nvml_readings.cuda(self._nvml.lib))
+        cuda = await self._read(lambda: int(self._nvml.lib.nvmlSystemGetCudaDriverVersion_v2()))
         return node.driver_version, cuda.value if isinstance(cuda, Known) else None
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
@@ -180,9 +180,9 @@ class NvmlGpus:
         except SilentError as silent:
             raise GpuUnknownError(str(silent), hint="see the kernel log: dmesg | grep -i nvrm") from None
 
-    async def _read(self, work: Callable[[], Reading[T]]) -> Reading[T]:
+    async def _read(self, work: Callable[[], T]) -> Reading[T]:
         try:
-            return await self._thread.ask(work, self.deadline)
+            return await self._thread.ask(partial(self._nvml.reading, work), self.deadline)
         except SilentError as silent:
             return Unknown(str(silent))
 
@@ -205,10 +205,7 @@ class _Node:
 
 
 class _Nvml:
-    """NVML's calls, which block and may hang: except for the constructor and `node`, only the one thread may use them.
-
-    NVML's errors become text here and not later, because that can be a call to NVML, too.
-    """
+    """NVML's calls, which block and may hang: but for the constructor and `node`, only the one thread may use them."""
 
     def __init__(self, library: Path | None) -> None:
         # Imported here, so that a simulated node does not pay for it. The import does not load the driver's library
@@ -255,43 +252,45 @@ class _Nvml:
         with contextlib.suppress(self.lib.NVMLError):
             self.lib.nvmlShutdown()
 
-    def gpu(self, index: int, driver_version: str) -> Reading[Gpu]:
+    def reading(self, work: Callable[[], T]) -> Reading[T]:
+        """Return the result of some calls, or NVML's error.
+
+        It becomes text here and not later, because that can be a call to NVML, too.
+        """
+        try:
+            return Known(work())
+        except self.lib.NVMLError as error:
+            return Unknown(f"NVML: {error}")
+
+    def gpu(self, index: int, driver_version: str) -> Gpu:
         """Read the constant properties of a GPU."""
-        try:
-            handle = self.lib.nvmlDeviceGetHandleByIndex(index)
-            major, minor = self.lib.nvmlDeviceGetCudaComputeCapability(handle)
-            total, reserved, _ = self._memory(handle)
-            gpu = Gpu(
-                index=index,
-                uuid=str(self.lib.nvmlDeviceGetUUID(handle)),
-                name=str(self.lib.nvmlDeviceGetName(handle)),
-                memory_total=total,
-                compute_capability=(int(major), int(minor)),
-                mig=self._mig(handle),
-                driver_version=driver_version,
-                memory_reserved=reserved,
-            )
-        except self.lib.NVMLError as error:
-            return Unknown(f"NVML: {error}")
-        return Known(gpu)
+        handle = self.lib.nvmlDeviceGetHandleByIndex(index)
+        major, minor = self.lib.nvmlDeviceGetCudaComputeCapability(handle)
+        total, reserved, _ = self._memory(handle)
+        return Gpu(
+            index=index,
+            uuid=str(self.lib.nvmlDeviceGetUUID(handle)),
+            name=str(self.lib.nvmlDeviceGetName(handle)),
+            memory_total=total,
+            compute_capability=(int(major), int(minor)),
+            mig=self._mig(handle),
+            driver_version=driver_version,
+            memory_reserved=reserved,
+        )
 
-    def usage(self, uuid: str) -> Reading[GpuUsage]:
-        try:
-            handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
-            _, _, used = self._memory(handle)
-            processes = nvml_readings.processes(self.lib, handle)
-            mode, recovery = self._compute_mode(handle), nvml_readings.recovery(self.lib, handle)
-        except self.lib.NVMLError as error:
-            return Unknown(f"NVML: {error}")
-        return Known(GpuUsage(used, processes, mode, recovery))
+    def usage(self, uuid: str) -> GpuUsage:
+        handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
+        _, _, used = self._memory(handle)
+        processes = nvml_readings.processes(self.lib, handle)
+        return GpuUsage(used, processes, self._compute_mode(handle), nvml_readings.recovery(self.lib, handle))
 
-    def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> Reading[ComputeMode | None]:
+    def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> ComputeMode | None:
         """Set a GPU's compute mode. Raises ComputeModeError when the driver refuses."""
         number = next(number for number, each in _COMPUTE_MODES.items() if each is mode)
         try:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             self.lib.nvmlDeviceSetComputeMode(handle, number)
-            return Known(self._compute_mode(handle))
+            return self._compute_mode(handle)
         except self.lib.NVMLError_NoPermission as error:
             by_root = f"run mpsd as root, or set the mode by hand: sudo {compute_mode.command(index, mode)}"
             raise ComputeModeError(_unchanged(index, mode, error), hint=by_root) from None
@@ -300,8 +299,6 @@ class _Nvml:
                 'set daemon.compute_mode = "leave": a GPU with MIG mode on, and the GPU of a Tegra, have no other mode'
             )
             raise ComputeModeError(_unchanged(index, mode, error), hint=no_other) from None
-        except self.lib.NVMLError as error:
-            return Unknown(f"NVML: {error}")
 
     def _compute_mode(self, handle: object) -> ComputeMode | None:
         """Return a GPU's compute mode; None where it has none, or has a mode that is newer than this code."""

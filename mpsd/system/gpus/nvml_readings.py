@@ -4,35 +4,25 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
-from mpsd.core.model import GpuProcess, Known, Reading, Unknown
+from mpsd.core.model import GpuProcess, Known, Unknown
 from mpsd.system import clock
 
 T = TypeVar("T")
 
 
-def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynvml has no types
+def condition(lib: Any, uuid: str) -> Condition:  # noqa: ANN401 - pynvml has no types
     """Read the hardware condition of a GPU; None stands for what this GPU or driver does not report."""
-    try:
-        handle = lib.nvmlDeviceGetHandleByUUID(uuid)
-        remapped = _ask(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
-        uncorrected = _ask(
-            lib,
-            lambda: lib.nvmlDeviceGetTotalEccErrors(
-                handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
-            ),
-        )
-        retirement = _ask(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
-        persistence = _ask(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
-    except lib.NVMLError as error:
-        return Unknown(f"NVML: {error}")
-    return Known(
-        Condition(
-            persistence=None if persistence is None else bool(persistence),
-            uncorrected=None if uncorrected is None else int(uncorrected),
-            retirement_pending=None if retirement is None else bool(retirement),
-            remapping_pending=None if remapped is None else bool(remapped[2]),
-            remapping_failed=None if remapped is None else bool(remapped[3]),
-        )
+    handle, kind = lib.nvmlDeviceGetHandleByUUID(uuid), lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    remapped = _ask(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
+    uncorrected = _ask(lib, lambda: lib.nvmlDeviceGetTotalEccErrors(handle, kind, lib.NVML_VOLATILE_ECC))
+    retirement = _ask(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+    persistence = _ask(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
+    return Condition(
+        persistence=None if persistence is None else bool(persistence),
+        uncorrected=None if uncorrected is None else int(uncorrected),
+        retirement_pending=None if retirement is None else bool(retirement),
+        remapping_pending=None if remapped is None else bool(remapped[2]),
+        remapping_failed=None if remapped is None else bool(remapped[3]),
     )
 
 
@@ -100,14 +90,6 @@ def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - 
         return {}  # The value is only displayed, so a reading without it is complete.
     latest = sorted(samples, key=lambda each: int(each.timeStamp))
     return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
-
-
-def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types
-    """Read the driver's CUDA version, such as 13000."""
-    try:
-        return Known(int(lib.nvmlSystemGetCudaDriverVersion_v2()))
-    except lib.NVMLError as error:
-        return Unknown(f"NVML: {error}")
 
 
 def _ask(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types

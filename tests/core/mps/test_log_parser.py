@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.mps.commands import ROWS, Effect, mark
+from mpsd.core.mps.commands import ROWS, mark
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.mps.log_parser import (
     KNOWN_LINES,
@@ -130,7 +130,7 @@ def test_in_pieces(conversations: list[tuple[bool, list[str]]], data: st.DataObj
     """However the log is cut into pieces, exactly the changing commands of others are seen."""
     log: list[str] = []
     expected: list[str] = []
-    changing = {row.name for row in ROWS if row.effect is Effect.CHANGES}
+    changing = {row.name for row in ROWS if row.changes}
     for ours, commands in conversations:
         log += conversation(*([mark("n", 0)] if ours else []), *commands)
         expected += [command for command in commands if command in changing and not ours]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.simulator.devices import set_context_memory
+from mpsd.simulator.devices import Setting, set_setting
 from mpsd.system.files import acl
 from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
@@ -38,7 +38,7 @@ def make_full(make_node: Start) -> Callable[..., Node]:
 
     def make(more: str = "") -> Node:
         node = make_node(simulate=1, control=None, config=CALM + more)
-        set_context_memory(node.root / "run" / "simulated", 400 * MIB)
+        set_setting(node.root / "run" / "simulated", Setting.CONTEXT_MEMORY, f"{400 * MIB}")
         return node.start()
 
     return make

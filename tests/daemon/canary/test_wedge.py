@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpsd.simulator.devices import hide_mps_attribute
+from mpsd.simulator.devices import Setting, set_setting
 from tests.daemon.canary.conftest import BRISK, OFTEN
 from tests.daemon.canary.helpers import REQUEST, canary, canary_of, hold, release, start_again, wedge
 from tests.daemon.conftest import Start
@@ -160,7 +160,7 @@ def test_canary_that_misses_the_server(node: Node, mps: bool | None) -> None:  #
     """
     mine = hold(node)
     if mps is None:
-        hide_mps_attribute(node.root / "run" / "simulated")
+        set_setting(node.root / "run" / "simulated", Setting.NO_MPS_ATTRIBUTE)
     with wedge(node):
         event(node, "server_wedged")
         (node.pipe_directory("gpu0") / "simulated_clients").unlink()

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from mpsd.simulator.devices import set_outlives
+from mpsd.simulator.devices import Setting, set_setting
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.helpers import BRISK, IMPATIENT, branches, event, is_running, kill, limits_for, next_ready, stopped
@@ -203,7 +203,7 @@ class TestClients:
 
     def test_waits_for_an_orphan(self, node: Node) -> None:
         """The clients of an orphaned server cannot be listed, so nothing is stopped while NVML shows some."""
-        set_outlives(node.root / "run" / "simulated")
+        set_setting(node.root / "run" / "simulated", Setting.OUTLIVES)
         with SimulatedClient(variables(node)) as client:
             server = client.hello["server"]
             before = node.daemons()["gpu0"]["pid"]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.simulator.devices import set_outlives
+from mpsd.simulator.devices import Setting, set_setting
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, waiting
 from tests.daemon.helpers import BRISK, event, is_running, kill, next_ready
@@ -117,7 +117,7 @@ def test_death_while_mpsd_does_not_run(node: Node) -> None:
 def test_server_that_is_about_to_end(make_node: Start) -> None:
     """A server whose control daemon has just died is no orphan, and no reason proposes to kill it."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
-    set_outlives(node.root / "run" / "simulated")
+    set_setting(node.root / "run" / "simulated", Setting.OUTLIVES)
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
         wait_until(lambda: node.daemons()["gpu0"]["servers"], what="the server to be seen")
@@ -144,7 +144,7 @@ def test_server_that_is_about_to_end(make_node: Start) -> None:
 def orphaned(node: Node) -> Iterator[tuple[int, SimulatedClient]]:
     """Start a node, and make an orphan there; yield it with its client, which ends at the end of the block."""
     node.start()
-    set_outlives(node.root / "run" / "simulated")
+    set_setting(node.root / "run" / "simulated", Setting.OUTLIVES)
     with SimulatedClient(variables(node)) as client:
         server, before = client.hello["server"], node.daemons()["gpu0"]["pid"]
         kill(before)

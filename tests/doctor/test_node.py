@@ -90,20 +90,22 @@ def one(found: Checks, check: str, about: str = "") -> dict[str, Any]:
 
 
 @pytest.fixture
-def node(make_node: Start, nvml: FakeNvml) -> Node:
-    """Return a node, not started yet, whose only GPU is the one of the fake NVML.
-
-    Its mpsd is started as a program, since doctor knows an mpsd by its command line.
-    """
+def node(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
+    """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
     nvml.show(*ONE_GPU, CONDITION)
-    return make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=None)
+    return make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=nvml_fork_server)
 
 
 @pytest.fixture
-def left(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
+def program(node: Node) -> Node:
+    """Start mpsd as a program: doctor knows an mpsd by its command line."""
+    node.fork_server = None
+    return node.start()
+
+
+@pytest.fixture
+def left(node: Node, nvml: FakeNvml) -> Node:
     """Return a node whose mpsd was killed, so that its GPU was left in exclusive-process."""
-    nvml.show(*ONE_GPU, CONDITION)
-    node = make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=nvml_fork_server)
     node.start()
     node.end(signal.SIGKILL)
     assert nvml.compute_mode(FIRST) == EXCLUSIVE
@@ -114,15 +116,14 @@ def left(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node
 class TestWithMpsd:
     """Where mpsd answers, its answers count, and it does the repairs."""
 
-    def test_well(self, node: Node) -> None:
+    def test_well(self, program: Node) -> None:
         """Every check of mpsd, its files and its GPUs is ok, and the exit status is 0."""
-        node.start()
-        status, found = doctor(node, *only(*MPSD, *FILES, *GPUS))
+        status, found = doctor(program, *only(*MPSD, *FILES, *GPUS))
         wrong = {name: each for name in (*MPSD, *FILES, *GPUS) for each in found[name] if each["verdict"] != "ok"}
         assert (status, wrong) == (0, {})
-        text = node.mpsctl("doctor", *only("mpsd", "node"))
+        text = program.mpsctl("doctor", *only("mpsd", "node"))
         assert text.stdout == "2 findings: 0 failed, 0 warnings, 0 unknown, 2 ok\n"
-        assert node.mpsctl("doctor", "--all", *only("mpsd")).stdout.startswith("ok ")
+        assert program.mpsctl("doctor", "--all", *only("mpsd")).stdout.startswith("ok ")
 
     def test_everything_at_once(self, node: Node) -> None:
         """Each check has a result, and none raises an error."""
@@ -141,28 +142,26 @@ class TestWithMpsd:
         assert (wrong["verdict"], "nvidia-smi -i 0 -c DEFAULT" in wrong["remedy"]) == ("fail", True)
         assert nvml.compute_mode(FIRST) == PROHIBITED
 
-    def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
+    def test_mpsd_that_does_not_answer(self, program: Node, nvml: FakeNvml) -> None:
         """A hung mpsd is named, and holds its lock, so that doctor changes nothing."""
-        node.start()
-        with stopped(node.pid):
-            status, found = doctor(node, "--fix", *only("mpsd", "stopped", "compute-mode-left", "leftovers"))
+        with stopped(program.pid):
+            status, found = doctor(program, "--fix", *only("mpsd", "stopped", "compute-mode-left", "leftovers"))
         assert status == 1
-        assert one(found, "mpsd")["evidence"]["lock_holder"] == node.pid
-        assert one(found, "stopped", f"pid {node.pid}")["remedy"] == f"kill -CONT {node.pid}"
+        assert one(found, "mpsd")["evidence"]["lock_holder"] == program.pid
+        assert one(found, "stopped", f"pid {program.pid}")["remedy"] == f"kill -CONT {program.pid}"
         assert one(found, "compute-mode-left")["verdict"] == one(found, "leftovers")["verdict"] == "unknown"
         assert nvml.compute_mode(FIRST) == EXCLUSIVE
 
-    def test_settings_that_are_not_in_force(self, node: Node) -> None:
+    def test_settings_that_are_not_in_force(self, program: Node) -> None:
         """Edited settings that are not in force are named; an invalid file fails before a restart would use it."""
-        node.start()
-        node.configuration.write_text('[limits]\nactive_thread_percentage = 50\n[api]\nmode = "0600"\n')
-        _, found = doctor(node, *only("configuration"))
+        program.configuration.write_text('[limits]\nactive_thread_percentage = 50\n[api]\nmode = "0600"\n')
+        _, found = doctor(program, *only("configuration"))
         changed = one(found, "configuration")
         assert changed["verdict"] == "warn"
         assert changed["evidence"]["reload"] == ["daemon.compute_mode", "limits.active_thread_percentage"]
         assert changed["evidence"]["restart"] == ["api.mode"]
-        node.configuration.write_text("[limits\n")
-        _, found = doctor(node, *only("configuration"))
+        program.configuration.write_text("[limits\n")
+        _, found = doctor(program, *only("configuration"))
         assert one(found, "configuration")["verdict"] == "fail"
 
     @needs_root
@@ -179,16 +178,15 @@ class TestWithMpsd:
         assert second in usual
 
     @needs_root
-    def test_other_namespaces(self, node: Node) -> None:
+    def test_other_namespaces(self, program: Node) -> None:
         """Another, too small /dev/shm is seen from inside; from another pid namespace mpsd's own state is not."""
-        node.start()
         small = 'mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm && exec "$@"'
-        _, found = doctor(node, *only("shm"), before=("unshare", "--mount", "sh", "-c", small, "sh"))
+        _, found = doctor(program, *only("shm"), before=("unshare", "--mount", "sh", "-c", small, "sh"))
         (place,) = [each for each in found["shm"] if each["evidence"].get("bytes")]
         assert (place["verdict"], place["evidence"]["bytes"]) == ("warn", 1024**2)
-        assert one(found, "shm", f"pid {node.pid}")["verdict"] == "warn"
+        assert one(found, "shm", f"pid {program.pid}")["verdict"] == "warn"
         status, found = doctor(
-            node, *only("foreign-daemon", "disk"), before=("unshare", "--pid", "--fork", "--mount-proc")
+            program, *only("foreign-daemon", "disk"), before=("unshare", "--pid", "--fork", "--mount-proc")
         )
         assert (status, {each["verdict"] for name in found if name != "fixed" for each in found[name]}) == (
             0,

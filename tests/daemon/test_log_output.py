@@ -16,6 +16,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import kill, next_ready
+from tests.daemon.leases.line import Talk
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -80,12 +81,13 @@ def lost(node: Node) -> int:
 def fill(node: Node) -> None:
     """Have mpsd log until it has lost lines."""
 
-    def refused() -> bool:
-        for _ in range(50):
-            assert node.request("POST", "/v1/leases", TOO_MUCH).status >= 400
-        return lost(node) > 0
+    with Talk(node.socket) as talk:
 
-    wait_until(refused, what="lines to be lost", deadline=60)
+        def refused() -> bool:
+            assert all(talk.ask("POST", "/v1/leases", TOO_MUCH).status >= 400 for _ in range(50))
+            return lost(node) > 0
+
+        wait_until(refused, what="lines to be lost", deadline=60)
 
 
 def read(descriptor: int) -> bytes:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ from tests import real
 from tests.daemon.caller import NOBODY
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
-from tests.node import Node, nodes, running
+from tests.node import Node, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,13 +90,6 @@ def node(shared_node: Node) -> Iterator[Node]:
     yield shared_node
     for lease in shared_node.leases():
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
-
-
-@pytest.fixture
-def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Callable[..., Node]]:
-    """Return a maker of nodes that are not started yet, for tests that disturb their nodes."""
-    with nodes(Node, short_tmp, control=real.real_daemons().get(535), fork_server=fork_server) as make:
-        yield make
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import real
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
-from tests.node import Node
+from tests.node import Node, nodes
 from tests.system.conftest import nvml, nvml_fork_server, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]
@@ -31,36 +30,15 @@ def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
 
     The control program is driver 535's unless the test names another.
     """
-    made: list[Node] = []
-
-    def make(**options: Any) -> Node:
-        root = short_tmp / f"n{len(made)}"
-        root.mkdir()
-        short_tmp.chmod(0o711)
-        made.append(
-            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
-        )
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.clean_up()
+    with nodes(Node, short_tmp, control=real.real_daemons().get(535), fork_server=fork_server) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
 def node_for_all(private_root: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Like `make_node`, for nodes that all tests of a module share and none of them disturbs."""
-    made: list[Node] = []
-
-    def make(**options: Any) -> Node:
-        root = private_root / f"shared{next(_numbers)}"
-        root.mkdir()
-        made.append(
-            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
-        )
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.clean_up()
-        remove_tree(node.root)
+    place = private_root / f"shared{next(_numbers)}"
+    place.mkdir()
+    with nodes(Node, place, control=real.real_daemons().get(535), fork_server=fork_server) as make:
+        yield make
+    remove_tree(place)

@@ -80,7 +80,6 @@ def lost(node: Node) -> int:
 
 def fill(node: Node) -> None:
     """Have mpsd log until it has lost lines."""
-
     with Talk(node.socket) as talk:
 
         def refused() -> bool:

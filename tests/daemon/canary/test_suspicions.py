@@ -23,6 +23,7 @@ def test_ends(calm: Node) -> None:
     """
     before, mine = calm.daemons()["gpu0"]["pid"], hold(calm)
     with leased(calm, *REQUEST) as exits, leased(calm, *REQUEST) as killed, leased(calm, *REQUEST) as last:
+        assert all(each.hello["mps"] for each in (exits, killed, last))
         assert exits.end() == 0
         killed.kill()
         assert canary(calm)["verdict"] == "ok"

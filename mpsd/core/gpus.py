@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from mpsd.core import mps_facts
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Gpu
-from mpsd.core.mps_facts import MINIMUM_COMPUTE_CAPABILITY
 
 _DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 
@@ -32,8 +32,8 @@ class Condition:
 
 def unsupported(gpu: Gpu) -> tuple[str, str] | None:
     """Return why mpsd cannot run MPS on this GPU, with a remedy; None when it can."""
-    if gpu.compute_capability < MINIMUM_COMPUTE_CAPABILITY:
-        least = _dotted(MINIMUM_COMPUTE_CAPABILITY)
+    if gpu.compute_capability < mps_facts.MINIMUM_COMPUTE_CAPABILITY:
+        least = _dotted(mps_facts.MINIMUM_COMPUTE_CAPABILITY)
         return (
             f"its compute capability is {_dotted(gpu.compute_capability)}, and MPS needs {least} or newer",
             "use this GPU for work that does not share it",
@@ -138,3 +138,16 @@ def describe_xid(xid: int) -> str:
 def condemns(xid: int) -> bool:
     """Tell whether a GPU must not be granted after this Xid, unless its recovery action says otherwise."""
     return xid not in APPLICATION_XIDS and xid not in RECORDED_XIDS
+
+
+def clients_max(gpu: Gpu) -> int:
+    """Return the maximum client contexts on a GPU; an unknown driver branch counts as the older, smaller figure.
+
+    mpsd counts each client as one context: no documented command reports how many contexts a client has. Source: the
+    man pages of 470 to 555, and NVIDIA, "Multi-Process Service", mpsv2-interface: `get_client_list` and
+    `get_device_client_list` print pids, and `ps` lists client processes, whose column ID is not explained.
+    """
+    if gpu.compute_capability < mps_facts.VOLTA:
+        return mps_facts.CLIENTS_BEFORE_VOLTA
+    is_new = (driver_branch(gpu.driver_version) or 0) >= mps_facts.R590
+    return mps_facts.CLIENTS_R590 if is_new else mps_facts.CLIENTS_VOLTA

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from enum import StrEnum
 from itertools import islice
-from typing import Final
+from typing import Final, Self
 
 from msgspec import Struct
 
@@ -42,82 +42,80 @@ WELL: Final = "every control daemon is ready, and every limit reads back"
 class Kind(StrEnum):
     """The kinds of reasons, the gravest first. The API uses these words."""
 
-    GPU_UNKNOWN = "gpu_unknown"
+    limit: str
+    """The limit that the refusal of a request names; empty where this kind refuses no request."""
+    is_warning: bool
+    """Whether it leaves the node healthy (`warning`)."""
+    is_for_all: bool
+    """Whether its hint is to wait, or to do or read something that all users may (`for_all`)."""
+
+    def __new__(cls, name: str, limit: str = "", traits: str = "") -> Self:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.limit, kind.is_warning, kind.is_for_all = limit, "warning" in traits, "for_all" in traits
+        return kind
+
+    GPU_UNKNOWN = "gpu_unknown", "health"
     """The GPU cannot be read."""
-    GPU = "gpu"
+    GPU = "gpu", "health"
     """The GPU is faulty, or in a state in which MPS cannot run."""
-    SERVER_STOPPED = "server_stopped"
+    SERVER_STOPPED = "server_stopped", "health"
     """A server is stopped, by its user or root, and the control daemon serves no client."""
-    DAEMON = "daemon"
+    DAEMON = "daemon", "health"
     """The control daemon is not ready."""
-    OPERATION = "operation"
+    OPERATION = "operation", "hold"
     """The control daemon is not ready, and an operator's command on it is not finished."""
-    HOLD = "hold"
+    HOLD = "hold", "hold"
     """An operator holds or drains the control daemon."""
-    LEASES_INCOMPLETE = "leases_incomplete"
+    LEASES_INCOMPLETE = "leases_incomplete", "hold"
     """There may be clients whose leases were lost; their shares would be granted a second time."""
-    SERVER_FAULT = "server_fault"
+    SERVER_FAULT = "server_fault", "health"
     """A server handles a fatal GPU fault."""
-    WEDGED = "wedged"
+    WEDGED = "wedged", "health"
     """The server of the control daemon serves no client, although it reports that it is well."""
-    SERVERS_CANNOT_START = "servers_cannot_start"
+    SERVERS_CANNOT_START = "servers_cannot_start", "health"
     """The servers of the control daemon do not start."""
-    ANSWER_UNFORESEEN = "answer_unforeseen"
+    ANSWER_UNFORESEEN = "answer_unforeseen", "health"
     """A server answers a question in a form that mpsd does not know, so that a fact about it is unknown."""
-    DRIFT = "drift"
+    DRIFT = "drift", "health"
     """A limit is not as mpsd set it."""
     LOG_SILENT = "log_silent"
     """The log of the control daemon shows nothing, so that mpsd detects changes by others only by reading limits
     back."""
     STORE = "store"
     """Leases cannot be written to disk."""
-    UNRESTORED = "unrestored"
+    UNRESTORED = "unrestored", "health"
     """A lease of an earlier mpsd could not be restored, and its shares may be in use."""
     ORPHAN = "orphan"
     """A server has outlived its control daemon."""
-    NO_GPU = "no_gpu"
+    NO_GPU = "no_gpu", "", "for_all"
     """The node has no GPU that can run MPS."""
-    GPU_UNSUPPORTED = "gpu_unsupported"
+    GPU_UNSUPPORTED = "gpu_unsupported", "health", "warning"
     """mpsd cannot run MPS on the GPU. The node is healthy without it."""
-    GPU_NOT_RESTORED = "gpu_not_restored"
+    GPU_NOT_RESTORED = "gpu_not_restored", "", "warning"
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
-    QUARANTINE = "quarantine"
+    QUARANTINE = "quarantine", "", "warning"
     """A uid crashed control daemons and has no access to any of them. The node is healthy without it."""
-    FAULT_REPORTED = "fault_reported"
+    FAULT_REPORTED = "fault_reported", "", "warning for_all"
     """The log of a server reports a fatal GPU fault, and grants on its GPU wait for the server's own word. The node
     stays healthy until then, since any user of the server can write such a line."""
-    CLIENT_END_LATE = "client_end_late"
+    CLIENT_END_LATE = "client_end_late", "health", "warning"
     """A server did not end the contexts of a client in time, and may refuse others. The node stays healthy."""
-    CLIENT_END = "client_end"
+    CLIENT_END = "client_end", "", "warning for_all"
     """A server is ending the contexts of a client, and grants on its GPU wait. The node stays healthy."""
-    NOT_CLOSED = "not_closed"
+    NOT_CLOSED = "not_closed", "", "warning"
     """The compute mode of the GPU gives the whole GPU to a program that misses MPS. The node stays healthy."""
-    CLIENTS_LOST = "clients_lost"
+    CLIENTS_LOST = "clients_lost", "", "warning for_all"
     """The contexts of a lease's clients ended with their control daemon, and the clients live. The node stays
     healthy."""
-    SUSPECT = "suspect"
+    SUSPECT = "suspect", "", "warning for_all"
     """A uid had pipe access when control daemons crashed. Whether it caused the crashes is unknown."""
 
 
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
-_WARNINGS: Final = frozenset(
-    {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.NOT_CLOSED, Kind.SUSPECT}
-    | {Kind.FAULT_REPORTED, Kind.CLIENT_END_LATE, Kind.CLIENT_END, Kind.CLIENTS_LOST}
-)
-"""The kinds that leave the node healthy."""
-
-_LIMITS: Final = {
-    **dict.fromkeys((Kind.OPERATION, Kind.HOLD, Kind.LEASES_INCOMPLETE), "hold"),
-    **dict.fromkeys((Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.DAEMON), "health"),
-    **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.SERVERS_CANNOT_START), "health"),
-    **dict.fromkeys((Kind.ANSWER_UNFORESEEN, Kind.DRIFT, Kind.UNRESTORED), "health"),
-    **dict.fromkeys((Kind.CLIENT_END_LATE, Kind.SERVER_STOPPED), "health"),
-}
-"""The kinds that stop admission on a GPU, with the `limit` that the refusal names."""
-
-LIMITS: Final = frozenset(_LIMITS.values())
-"""The limits that such refusals name."""
+LIMITS: Final = frozenset(kind.limit for kind in Kind) - {""}
+"""The limits that refusals name because of a GPU or its control daemon."""
 
 
 REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
@@ -130,9 +128,6 @@ _USER_HINTS: Final = {
     Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
 }
 """The hints for users, for the kinds that have a remedy for a user."""
-
-_HINTS_FOR_ALL: Final = frozenset({Kind.FAULT_REPORTED, Kind.CLIENT_END, Kind.CLIENTS_LOST, Kind.SUSPECT, Kind.NO_GPU})
-"""The kinds whose hint is to wait, or to do or read something that all users may."""
 
 
 class Reason(Struct, frozen=True):
@@ -147,14 +142,9 @@ class Reason(Struct, frozen=True):
 
     def hint_for(self, *, operator: bool) -> str:
         """Return the hint for a reader: `hint` itself is for operators, whose commands other users may not give."""
-        if operator or self.kind in _HINTS_FOR_ALL:
+        if operator or self.kind.is_for_all:
             return self.hint
-        return _USER_HINTS.get(self.kind) or (REFUSED_HINT if self.limit else _ASK_HINT)
-
-    @property
-    def limit(self) -> str:
-        """The limit that the refusal of a request names; empty where this reason refuses no request."""
-        return _LIMITS.get(self.kind, "")
+        return _USER_HINTS.get(self.kind) or (REFUSED_HINT if self.kind.limit else _ASK_HINT)
 
 
 def hint_for(hint: str | None, *, refuses: bool, operator: bool) -> str | None:
@@ -227,10 +217,10 @@ def of_node(
     if store:
         found.append(_not_stored(store))
     found.sort(key=lambda each: _ORDER[each.kind])
-    reasons = tuple(each for each in found if each.kind not in _WARNINGS)
+    reasons = tuple(each for each in found if not each.kind.is_warning)
     if not daemons and not reasons:
         reasons = (Reason(Kind.NO_GPU, "node", "no GPU of this node can run MPS", "see why: mpsctl gpus"),)
-    warnings = tuple(each for each in found if each.kind in _WARNINGS)
+    warnings = tuple(each for each in found if each.kind.is_warning)
     return NodeHealth(gpus, daemons, reasons, warnings, tuple(violations))
 
 
@@ -239,7 +229,7 @@ def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
 
     A reason that refuses all uids comes before one that refuses some.
     """
-    found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.limit]
+    found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.kind.limit]
     return min(found, key=lambda each: (each.uids is not None, _ORDER[each.kind]), default=None)
 
 
@@ -252,7 +242,7 @@ def refused(view: GpuView, daemons: Iterable[Daemon], store: str = "") -> str | 
     found = list(of_gpu(view))
     if view.gpu is not None:
         found += [reason for each in daemons if each.gpu == view.gpu.uuid for reason in of_daemon(each)]
-    refusing = [each for each in found if each.limit and each.uids is None]
+    refusing = [each for each in found if each.kind.limit and each.uids is None]
     refusing += [_not_stored(store)] if store else []
     return min(refusing, key=lambda each: _ORDER[each.kind]).because if refusing else None
 

@@ -56,18 +56,6 @@ LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of the sockets that a control daemon binds in its pipe directory (measured, all four versions)."""
 
 
-def clients_max(compute_capability: tuple[int, int], driver_branch: int | None) -> int:
-    """Return the maximum client contexts on one device; an unknown driver branch counts as the older, smaller figure.
-
-    mpsd counts each client as one context: no documented command reports how many contexts a client has. Source: the
-    man pages of 470 to 555, and NVIDIA, "Multi-Process Service", mpsv2-interface: `get_client_list` and
-    `get_device_client_list` print pids, and `ps` lists client processes, whose column ID is not explained.
-    """
-    if compute_capability < VOLTA:
-        return CLIENTS_BEFORE_VOLTA
-    return CLIENTS_R590 if driver_branch is not None and driver_branch >= R590 else CLIENTS_VOLTA
-
-
 def binds(driver_branch: int | None) -> Binds:
     """Return when the limits bind; a driver where that was not measured counts as the one that takes more care."""
     return Binds.CONNECT if driver_branch in CONNECTING_BINDS else Binds.CONTEXT

@@ -104,7 +104,7 @@ class ServiceNotifier:
         return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
     def _is_late(self) -> bool:
-        late = [name for name, heartbeat in self._node.control_daemons.heartbeats().items() if heartbeat.is_late]
+        late = [each.name for each in self._node.control_daemons.supervisors() if each.heartbeat.is_late]
         if late != self._late:
             self._late = late
             if late:

@@ -161,7 +161,7 @@ def test_settings(short_tmp: Path, content: bytes, hint: str) -> None:
 @as_root
 def test_a_file_system_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
     """mpsd says that it is read-only, also to root, for whom a change of users does not help."""
-    node = make_node(simulate=1, control=None)
+    node = make_node(simulate=1)
     (node.root / "state").mkdir()
     with mounted(node.root / "state", "1m"):
         subprocess.run(["mount", "-o", "remount,ro", node.root / "state"], check=True)
@@ -174,7 +174,7 @@ def test_a_file_system_that_cannot_be_written(make_node: Callable[..., Node]) ->
 @as_root
 def test_a_directory_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
     """If root may not write, the hint is not to change the owner, but where to find what forbids it."""
-    node = make_node(simulate=1, control=None)
+    node = make_node(simulate=1)
     (node.root / "state").mkdir()
     if subprocess.run(["chattr", "+i", node.root / "state"], check=False, capture_output=True).returncode:
         pytest.skip("this file system has no immutable directories")
@@ -190,7 +190,7 @@ def test_a_directory_that_cannot_be_written(make_node: Callable[..., Node]) -> N
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write whatever the mode is")
 def test_a_mode_that_forbids_writing(make_node: Callable[..., Node]) -> None:
     """If an owner's directory is closed to it, the hint is that the mode may forbid it."""
-    node = make_node(simulate=1, control=None)
+    node = make_node(simulate=1)
     (node.root / "state").mkdir(mode=0o500)
     status, said = node.refuse()
     assert status == 78

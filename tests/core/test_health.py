@@ -336,7 +336,7 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
     """An unhealthy GPU or control daemon refuses every request, with the gravest reason."""
     reason = health.refusal(view, found)
     assert reason is not None
-    assert (reason.limit, reason.kind) == (limit, kind)
+    assert (reason.kind.limit, reason.kind) == (limit, kind)
     assert reason.because
     assert reason.hint
 
@@ -402,4 +402,4 @@ def test_hints_for_users(kind: Kind) -> None:
     assert reason.hint_for(operator=True) == reason.hint
     is_for_all = kind in {Kind.FAULT_REPORTED, Kind.CLIENT_END, Kind.CLIENTS_LOST, Kind.SUSPECT, Kind.NO_GPU}
     assert (reason.hint_for(operator=False) == reason.hint) is is_for_all
-    assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.limit)
+    assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.kind.limit)

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from tests.daemon.caller import NOBODY, calling, needs_root
+from tests.daemon.conftest import Start
 from tests.daemon.leases.line import Talk
 from tests.harness import wait_until
-from tests.node import Answer, Node
+from tests.node import Answer, Node, nodes
 from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = pytest.mark.thorough
@@ -118,168 +119,134 @@ def ears(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Ears]:
 class TestNotifications:
     """The notifications that the manager gets."""
 
-    @pytest.mark.parametrize("ears", ["path", "abstract"], indirect=True)
-    def test_life(self, ears: Ears, short_tmp: Path) -> None:
+    def test_life(self, ears: Ears, make_node: Start) -> None:
         """mpsd notifies of its readiness, of signs of life, of changes in health, and of its stop."""
         usec = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"}
-        node = Node(root=short_tmp, config="", env=usec)
-        try:
-            node.launch()
-            ears.wait_for("READY=1")
-            assert node.get("/healthz").status == 200
-            ears.wait_for("STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting")
-            environment = Path(f"/proc/{node.daemons()['gpu0']['pid']}/environ").read_text()
-            assert "NOTIFY" not in environment
-            assert "WATCHDOG" not in environment
-            node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
-            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease,")
-            for _ in range(3):
-                at = ears.wait_for("WATCHDOG=1", at + 1)
-            node.end()
-            at = ears.wait_for("STOPPING=1")
-            ears.wait_for("STATUS=ended; 2 of 2 control daemons keep running", at)
-            assert ears.listen().count("READY=1") == 1
-        finally:
-            node.clean_up()
+        node = make_node(config="", env=usec)
+        node.launch()
+        ears.wait_for("READY=1")
+        assert node.get("/healthz").status == 200
+        ears.wait_for("STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting")
+        environment = Path(f"/proc/{node.daemons()['gpu0']['pid']}/environ").read_text()
+        assert "NOTIFY" not in environment
+        assert "WATCHDOG" not in environment
+        node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease,")
+        for _ in range(3):
+            at = ears.wait_for("WATCHDOG=1", at + 1)
+        node.end()
+        at = ears.wait_for("STOPPING=1")
+        ears.wait_for("STATUS=ended; 2 of 2 control daemons keep running", at)
+        assert ears.listen().count("READY=1") == 1
 
-    def test_reload(self, ears: Ears, short_tmp: Path) -> None:
+    @pytest.mark.parametrize("ears", ["abstract"], indirect=True)
+    def test_reload(self, ears: Ears, make_node: Start) -> None:
         """A reload sends its beginning and its end; the status has the reason of a refused one until another reload."""
-        node = Node(root=short_tmp, config="", env={"NOTIFY_SOCKET": ears.name})
-        try:
-            node.start()
-            node.reload("nonsense")
-            at = ears.wait_for("RELOADING=1")
-            assert ears.said[at + 1].startswith("MONOTONIC_USEC=")
-            at = ears.wait_for("READY=1", at)
-            assert "reload refused" in ears.said[ears.wait_for("STATUS=", at)]
-            node.reload("")
-            at = ears.wait_for("READY=1", ears.wait_for("RELOADING=1", at))
-            assert "reload" not in ears.said[ears.wait_for("STATUS=", at)]
-        finally:
-            node.clean_up()
+        node = make_node(simulate=1, config="", env={"NOTIFY_SOCKET": ears.name}).start()
+        node.reload("nonsense")
+        at = ears.wait_for("RELOADING=1")
+        assert ears.said[at + 1].startswith("MONOTONIC_USEC=")
+        at = ears.wait_for("READY=1", at)
+        assert "reload refused" in ears.said[ears.wait_for("STATUS=", at)]
+        node.reload("")
+        at = ears.wait_for("READY=1", ears.wait_for("RELOADING=1", at))
+        assert "reload" not in ears.said[ears.wait_for("STATUS=", at)]
 
-    def test_what_is_not_well(self, ears: Ears, short_tmp: Path) -> None:
+    def test_what_is_not_well(self, ears: Ears, make_node: Start) -> None:
         """The status has every reason why the node is not healthy, in the words of the API, until it has passed."""
         closed = '[daemon]\ncompute_mode = "exclusive-process"\n'
-        node = Node(root=short_tmp, config=closed, env={"NOTIFY_SOCKET": ears.name})
-        try:
-            node.start()
-            node.request("POST", "/v1/daemons/gpu1/hold")
-            at = ears.wait_for("STATUS=1 of 2 control daemons ready, 0 leases, 0 waiting; gpu1 is held: ")
-            assert ears.said[at].endswith(f"; {node.get('/v1/status').json['because']}")
-            node.request("POST", "/v1/daemons/gpu1/resume")
-            at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
-            assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
-            # The status lists open violations, and the risk that a program which misses MPS gets a GPU.
-            node.reload("")
-            ears.wait_for(
-                "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting; a program that misses MPS gets all of"
-            )
-            lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"}).json
-            trap = {**variables(node), **lease["env"], "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=1G"}
-            with SimulatedClient(trap) as client:
-                assert client.hello["mps"]
-                at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease, 0 waiting; 1 violation: process ")
-                assert f"process {client.pid} was started with" in ears.said[at]
-        finally:
-            node.clean_up()
+        node = make_node(control=None, config=closed, env={"NOTIFY_SOCKET": ears.name}).start()
+        node.request("POST", "/v1/daemons/gpu1/hold")
+        at = ears.wait_for("STATUS=1 of 2 control daemons ready, 0 leases, 0 waiting; gpu1 is held: ")
+        assert ears.said[at].endswith(f"; {node.get('/v1/status').json['because']}")
+        node.request("POST", "/v1/daemons/gpu1/resume")
+        at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
+        assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
+        # The status lists open violations, and the risk that a program which misses MPS gets a GPU.
+        node.reload("")
+        ears.wait_for("STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting; a program that misses MPS gets all of")
+        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"}).json
+        trap = {**variables(node), **lease["env"], "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=1G"}
+        with SimulatedClient(trap) as client:
+            assert client.hello["mps"]
+            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease, 0 waiting; 1 violation: process ")
+            assert f"process {client.pid} was started with" in ears.said[at]
 
-    def test_long_stop(self, ears: Ears, short_tmp: Path) -> None:
+    def test_long_stop(self, ears: Ears, make_node: Start) -> None:
         """While mpsd waits for clients to leave, it requests more time and states for which clients it waits."""
-        node = Node(root=short_tmp, env={"NOTIFY_SOCKET": ears.name}, arguments=["--stop-daemons-on-exit"])
-        try:
-            node.start()
-            lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
-            os.kill(node.pid, signal.SIGTERM)
-            at = ears.wait_for("STOPPING=1")
-            ears.wait_for("EXTEND_TIMEOUT_USEC=", at)
-            wait_until(lambda: any(lease in said for said in ears.listen()[at:]), what="the lease to be named")
-            node.request("DELETE", f"/v1/leases/{lease}")
-            assert node.ended() == 0
-            ears.wait_for("STATUS=ended; 0 of 2 control daemons keep running", at)
-        finally:
-            node.clean_up()
+        node = make_node(env={"NOTIFY_SOCKET": ears.name}, arguments=["--stop-daemons-on-exit"]).start()
+        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
+        os.kill(node.pid, signal.SIGTERM)
+        at = ears.wait_for("STOPPING=1")
+        ears.wait_for("EXTEND_TIMEOUT_USEC=", at)
+        wait_until(lambda: any(lease in said for said in ears.listen()[at:]), what="the lease to be named")
+        node.request("DELETE", f"/v1/leases/{lease}")
+        assert node.ended() == 0
+        ears.wait_for("STATUS=ended; 0 of 2 control daemons keep running", at)
 
-    def test_refused_start(self, short_tmp: Path) -> None:
+    def test_refused_start(self, ears: Ears, make_node: Start) -> None:
         """In the journal the reason for a refused start is an error, and the unit's status contains it."""
-        ears = Ears(f"{short_tmp}/notify")
-        node = Node(root=short_tmp, config="nonsense")
+        node = make_node(config="nonsense")
         node.stderr.touch()
         found = node.stderr.stat()
         node.env = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}", "NOTIFY_SOCKET": ears.name}
         status, said = node.refuse()
         ears.wait_for(f"STATUS=refused: {node.configuration}: ")
-        ears.close()
         assert status == 78
         assert [line[:7] for line in said.splitlines()] == ["<3>mpsd", "<3>  hi"]
 
     @pytest.mark.parametrize("name", ["gone", "deaf"])
-    def test_nobody_listens(self, short_tmp: Path, name: str) -> None:
+    def test_nobody_listens(self, make_node: Start, short_tmp: Path, name: str) -> None:
         """A manager that is gone, or does not read for long, has no effect on mpsd."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
             deaf.bind(f"{short_tmp}/deaf")
-            node = Node(root=short_tmp, env={"NOTIFY_SOCKET": f"{short_tmp}/{name}", "WATCHDOG_USEC": "3000"})
-            try:
-                node.start()
-                wait_until(lambda: node.get("/readyz").status == 200, what="mpsd to answer on")
-                assert node.end() == 0
-            finally:
-                node.clean_up()
+            node = make_node(env={"NOTIFY_SOCKET": f"{short_tmp}/{name}", "WATCHDOG_USEC": "3000"}).start()
+            wait_until(lambda: node.get("/readyz").status == 200, what="mpsd to answer on")
+            assert node.end() == 0
 
 
 @dataclass
 class Defective(Node):
-    """An mpsd with a defect, by default a stuck supervisor."""
+    """An mpsd with a defect."""
 
-    defect: str = STUCK
+    defect: str = ""
 
     @property
     def command(self) -> list[str]:
         return [sys.executable, "-c", self.defect, *super().command[3:]]
 
 
-def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
+@pytest.fixture
+def defective(ears: Ears, short_tmp: Path, control: Path) -> Iterator[Callable[..., Defective]]:
+    """Return a maker of an mpsd with a defect, which is started as a program."""
+    with nodes(Defective, short_tmp, control=control, config=QUICK) as make:
+        yield lambda defect, usec: make(defect=defect, env={"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": usec})
+
+
+def test_no_sign_of_life_of_a_stuck_supervisor(ears: Ears, defective: Callable[..., Defective]) -> None:
     """A stuck supervisor is reported, and as long as it is stuck the manager gets no sign of life."""
-    ears = Ears(f"{short_tmp}/notify")
-    node = Defective(root=short_tmp, config=QUICK, env={"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"})
-    try:
-        node.start(ready=False)
-
-        def noticed() -> list[dict[str, Any]]:
-            ears.listen()
-            return node.events("supervisor_stuck")
-
-        (told,) = wait_until(noticed, what="it to be noticed", deadline=30)
-        assert told["daemons"] == ["gpu1"]
-        signs = ears.said.count("WATCHDOG=1")
-        assert signs > 10
-        # The loop runs, and sends other notifications.
-        for leases in range(1, 6):
-            node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
-            ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
-        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one notification may have been in flight
-    finally:
-        node.clean_up()
-        ears.close()
+    node = defective(STUCK, "300000").start(ready=False)
+    (told,) = wait_until(lambda: node.events("supervisor_stuck"), what="it to be noticed", deadline=30)
+    assert told["daemons"] == ["gpu1"]
+    signs = ears.listen().count("WATCHDOG=1")  # whatever was sent until then
+    assert signs > 1
+    # The loop runs, and sends other notifications.
+    for leases in range(1, 6):
+        node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
+    assert ears.said.count("WATCHDOG=1") <= signs + 1  # one notification may have been in flight
 
 
-def test_no_sign_of_life_of_a_blocked_loop(short_tmp: Path) -> None:
+def test_no_sign_of_life_of_a_blocked_loop(ears: Ears, defective: Callable[..., Defective]) -> None:
     """While the event loop is blocked the manager gets no sign of life; it gets them again afterwards."""
-    ears = Ears(f"{short_tmp}/notify")
-    env = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "1000000"}
-    node = Defective(root=short_tmp, config="", env=env, defect=BLOCKED)
-    try:
-        node.start()
-        ears.wait_for("WATCHDOG=1", ears.wait_for("READY=1"))
-        os.kill(node.pid, signal.SIGUSR1)
-        ears.wait_for_silence(1.0)
-        signs = len(ears.said)
-        os.kill(node.pid, signal.SIGUSR2)
-        ears.wait_for("WATCHDOG=1", signs)
-        assert node.end() == 0
-    finally:
-        node.clean_up()
-        ears.close()
+    node = defective(BLOCKED, "1000000").start()
+    ears.wait_for("WATCHDOG=1", ears.wait_for("READY=1"))
+    os.kill(node.pid, signal.SIGUSR1)
+    ears.wait_for_silence(1.0)
+    signs = len(ears.said)
+    os.kill(node.pid, signal.SIGUSR2)
+    ears.wait_for("WATCHDOG=1", signs)
+    assert node.end() == 0
 
 
 @dataclass
@@ -305,22 +272,24 @@ class Handed(Node):
 
 
 @pytest.fixture
-def hand(short_tmp: Path) -> Iterator[Callable[..., Handed]]:
+def hand(short_tmp: Path, control: Path) -> Iterator[Callable[..., Handed]]:
     """Return a maker of an mpsd with a socket that exists before it, at its usual path or another."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    nodes: list[Handed] = []
+    made: list[Handed] = []
 
-    def make(path: str = "run/mpsd.sock", mode: int = 0o666, **options: str) -> Handed:
+    def make(path: str = "run/mpsd.sock", **options: str) -> Handed:
         place = short_tmp / path
         place.parent.mkdir(exist_ok=True)
         listener.bind(str(place))
-        place.chmod(mode)
+        place.chmod(0o666)
         listener.listen(4096)
-        nodes.append(Handed(root=short_tmp, listener=listener, config=options.get("config")))
-        return nodes[-1]
+        made.append(
+            Handed(root=short_tmp, simulate=1, control=control, listener=listener, config=options.get("config"))
+        )
+        return made[-1]
 
     yield make
-    for node in nodes:
+    for node in made:
         node.clean_up()
     listener.close()
 
@@ -388,7 +357,7 @@ class TestSocket:
         for caller in callers:
             caller.start()
         try:
-            for _ in range(10):
+            for _ in range(3):
                 before = node.pid
                 node.end()
                 node.start()
@@ -443,14 +412,13 @@ class TestSocket:
         assert "other.sock, but api.socket is" in said
         assert "ListenStream=" in said
 
-    @pytest.mark.parametrize(("mode", "config"), [(0o600, ""), (0o666, '[api]\nmode = "0660"\n')])
-    def test_another_mode(self, hand: Callable[..., Handed], mode: int, config: str) -> None:
+    def test_another_mode(self, hand: Callable[..., Handed]) -> None:
         """A socket with another mode than api.mode is refused, and left unchanged."""
-        node = hand(mode=mode, config=config)
+        node = hand(config='[api]\nmode = "0660"\n')
         status, said = node.refuse()
         assert status == 78
         assert "SocketMode=" in said
-        assert node.socket.stat().st_mode & 0o777 == mode
+        assert node.socket.stat().st_mode & 0o777 == 0o666
 
     def test_no_socket(self, short_tmp: Path) -> None:
         """A descriptor that is not a listening unix socket is refused."""

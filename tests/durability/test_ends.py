@@ -1,8 +1,7 @@
 """mpsd is killed at each store operation of a client's end: the next mpsd finishes the end, and repeats no step."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,6 +18,7 @@ from tests.daemon.ends.clients import (
     neighbour,
     take_command,
     target,
+    unharmed,
 )
 from tests.daemon.helpers import is_running
 from tests.durability.conftest import Fork
@@ -93,15 +93,6 @@ def lives(node: ForkedNode) -> bool:
     return False
 
 
-@contextmanager
-def neighbours(node: Node, case: Case) -> Iterator[None]:
-    """Have another client compute on the server, where the case has one."""
-    with ExitStack() as stack:
-        if not case.alone:
-            stack.enter_context(neighbour(node))
-        yield
-
-
 def adoptions(node: Node, client: SimulatedClient) -> int:
     """Return how often an mpsd has found the server of a client, and examined it because it does not know it."""
     found = node.events("server_suspect", cause="adopted")
@@ -121,7 +112,7 @@ def is_suspect(node: Node, client: SimulatedClient, adopted: int) -> bool:
 
 def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
     """End a client by an mpsd that is killed at a store operation, and by its successor; tell whether none was left."""
-    with neighbours(node, case), target(node, "--wait", "20", *case.options) as client:
+    with target(node, "--wait", "20", *case.options) as client:
         lease = lease_of(node, client)
         client.do(case.does)
         if case.kernel:
@@ -170,7 +161,11 @@ def test_killed_at_each_step(fork: Fork, short_tmp: Path, name: str) -> None:
     if CASES[name].refused:
         take_command(node, short_tmp / "bin")
     node.start()
-    for kill_at in count(1):
-        if is_survived(node, CASES[name], kill_at):
-            assert kill_at > 6
-            return
+    with nullcontext() if CASES[name].alone else neighbour(node) as beside:
+        for kill_at in count(1):
+            lived = is_survived(node, CASES[name], kill_at)
+            if beside is not None:
+                unharmed(beside)
+            if lived:
+                assert kill_at > 6
+                return

@@ -173,9 +173,9 @@ def test_ten_thousand(make_node: Start) -> None:
         assert (gpu["threads_granted"], gpu["memory_granted"]) == (1000.0, 10_000 * 1024**2)
         gone = processes.pids[7]
         processes.replace(gone)
-        left = wait_until(
-            lambda: found if len(found := leases(node)) == 9_900 else None, what="the leases of one holder to end"
-        )
+        wait_until(lambda: node.get("/v1/status").json["leases"] == 9_900, what="the leases of one holder to end")
+        left = leases(node)
+        assert len(left) == 9_900
         assert all(lease["owner"]["pid"] != gone for lease in left.values())
 
 
@@ -186,14 +186,12 @@ def multiply(node: Node, published: dict[str, Any], pids: list[int]) -> None:
         store.execute("DELETE FROM leases")
         before = {"id": published["id"], "pid": f'"pid":{pids[0]},', "ticks": f'"start_ticks":{start_ticks(pids[0])}'}
         assert all(text in data for text in before.values())
+        held = [
+            data.replace(before["pid"], f'"pid":{pid},').replace(before["ticks"], f'"start_ticks":{start_ticks(pid)}')
+            for pid in pids
+        ]
         for number in range(10_000):
-            pid = pids[number % len(pids)]
-            name = f"lease-{number:010x}"
-            row = (
-                data.replace(before["id"], name)
-                .replace(before["pid"], f'"pid":{pid},')
-                .replace(before["ticks"], f'"start_ticks":{start_ticks(pid)}')
-            )
+            row = held[number % len(held)].replace(before["id"], f"lease-{number:010x}")
             values = (number + 1, boot, told_of, row, events)
             store.execute("INSERT INTO leases VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))", values)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import ForkServer
 from tests.gpu import machine
 from tests.gpu.cuda import LIBRARY
 from tests.node import Node
@@ -35,14 +36,15 @@ def simulate(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def node(short_tmp: Path, simulate: bool) -> Iterator[Node]:  # noqa: FBT001 - the name of the fixture says it
+def node(short_tmp: Path, simulate: bool, fork_server: ForkServer) -> Iterator[Node]:  # noqa: FBT001 - the name of the fixture says it
     """Start mpsd with the default configuration: no lease, next to nothing."""
-    with machine.running(short_tmp, simulate=simulate) as started:
+    with machine.running(short_tmp, simulate=simulate, fork_server=fork_server if simulate else None) as started:
         yield started
 
 
 @pytest.fixture
-def strict_node(short_tmp: Path, simulate: bool) -> Iterator[Node]:  # noqa: FBT001 - likewise
+def strict_node(short_tmp: Path, simulate: bool, fork_server: ForkServer) -> Iterator[Node]:  # noqa: FBT001 - likewise
     """Start mpsd with a ceiling that closes behind the clients of leases; by default it stays open while they live."""
-    with machine.running(short_tmp, '[enforcement]\nattach = "strict"\n', simulate=simulate) as started:
+    config, forks = '[enforcement]\nattach = "strict"\n', fork_server if simulate else None
+    with machine.running(short_tmp, config, simulate=simulate, fork_server=forks) as started:
         yield started

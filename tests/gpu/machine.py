@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from mpsd.simulator.devices import VARIABLE
 from tests.driven_program import DrivenProgram
+from tests.fork_server import ForkServer
 from tests.node import Node
 
 REQUIRE: Final = "MPSD_REQUIRE_GPU"
@@ -213,14 +214,16 @@ def first_gpu(node: Node) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running(root: Path, config: str = "", *, simulate: bool | None = None) -> Iterator[Node]:
+def running(
+    root: Path, config: str = "", *, simulate: bool | None = None, fork_server: ForkServer | None = None
+) -> Iterator[Node]:
     """Start mpsd on this machine's GPUs, or on a simulated one, by default as the program runs that calls this.
 
     End it with its control daemons and their servers, and keep its logs.
     """
     simulate = simulated() if simulate is None else simulate
     gpus, program = (1, None) if simulate else (None, control())
-    node = Node(root=root, simulate=gpus, control=program, config=config, own_session=True)
+    node = Node(root=root, simulate=gpus, control=program, config=config, own_session=True, fork_server=fork_server)
     try:
         yield node.start()
     finally:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests import real
 from tests.fork_server import ForkServer, running_fork_server
 from tests.kubernetes.plugin.cluster import StandIn
 from tests.node import Node
@@ -37,7 +38,8 @@ def clusters(
         root.mkdir()
         place.chmod(0o711)
         own = {name: options.pop(name, {}) for name in ("settings", "durations")}
-        node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
+        control = real.real_daemons().get(535)
+        node = Node(**{"root": root, "simulate": 1, "control": control, "fork_server": fork_server, **options})
         made.append(kind(node, root / "kubelet", kubernetes_fork_server, release, **own))
         node.start()
         if start:

@@ -80,7 +80,7 @@ def conversations(node: Node) -> int:
 
 
 @needs_root
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestSilence:
     """A lease holder stops the log of its control daemon."""
 
@@ -139,7 +139,7 @@ def test_front_end_that_ends_late(make_node: Start, short_tmp: Path, real: RealD
     assert not node.events("log_silent")
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestWhatItSays:
     """Lines that any process can have written."""
 

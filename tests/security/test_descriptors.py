@@ -68,7 +68,7 @@ def used_up(node: Node) -> Iterator[dict[str, Any]]:
         yield found
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_used_up(make_node: Start, real: RealDaemon) -> None:
     """The reason for the silence is reported, with the uids that have access and with a remedy."""
     with used_up(make_node(simulate=1, control=real.control, config=BRISK).start()) as found:

@@ -80,7 +80,7 @@ def setuid(directory: Path) -> Path:
 
 @needs_root
 @pytest.mark.thorough
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestStranger:
     """A user without a lease, and without a role."""
 
@@ -162,7 +162,7 @@ class TestAnyBytes:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestRecord:
     """mpsd's record of the process that it started."""
 
@@ -198,7 +198,7 @@ class TestRecord:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_seat(make_node: Start, real: RealDaemon) -> None:
     """A process that occupies a daemon's only connection silently is named, though it is no front-end."""
     node = make_node(control=real.control, simulate=1, config=BRISK).start()

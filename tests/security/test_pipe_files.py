@@ -86,7 +86,7 @@ def holding(path: Path, uid: int) -> "subprocess.Popen[str]":
     return holder
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestEveryDriver:
     """The files of each of NVIDIA's control daemons."""
 

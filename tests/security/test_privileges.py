@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,7 +24,7 @@ from tests.daemon.helpers import event
 from tests.daemon.leases.line import Talk
 from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
-from tests.node import Node
+from tests.node import Node, nodes
 from tests.simulated_clients import variables
 
 pytestmark = [needs_root, pytest.mark.thorough]
@@ -76,10 +76,10 @@ class Bounded(Node):
 
 
 @pytest.fixture
-def make(short_tmp: Path) -> "Callable[..., Bounded]":
-    """Return a function that starts an mpsd with these privileges."""
-    short_tmp.chmod(0o711)
-    return lambda **options: Bounded(root=short_tmp, simulate=1, config=CONFIG, **options)
+def make(short_tmp: Path) -> Iterator[Callable[..., Bounded]]:
+    """Return a maker of an mpsd with these privileges."""
+    with nodes(Bounded, short_tmp, simulate=1, config=CONFIG) as make:
+        yield make
 
 
 def status_of(pid: int, name: str) -> str:
@@ -182,19 +182,18 @@ def finds_orphans(node: Node) -> bool:
         return bool(event(node, "server_orphaned", server=server))
 
 
-@pytest.mark.parametrize("look", [serves, knows_limits, bears, ends, finds_orphans])
-def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> None:
+@pytest.mark.parametrize("looks", [(serves, bears, ends), (knows_limits,), (finds_orphans,)])
+def test_enough(make: Callable[..., Bounded], looks: tuple[Callable[[Node], bool], ...]) -> None:
     """With these alone everything works; the others, absent from the bounding set too, can never be gained."""
-    node = make()
-    try:
-        node.start()
-        assert (node.root / "run" / "mpsd.sock").stat().st_gid == 1
-        bits = int(status_of(node.pid, "CapEff"), 16)
-        assert bits == int(status_of(node.pid, "CapBnd"), 16)
-        assert bits.bit_count() == len(NEEDED)
-        assert look(node)
-    finally:
-        node.clean_up()
+    node = make().start()
+    assert (node.root / "run" / "mpsd.sock").stat().st_gid == 1
+    bits = int(status_of(node.pid, "CapEff"), 16)
+    assert bits == int(status_of(node.pid, "CapBnd"), 16)
+    assert bits.bit_count() == len(NEEDED)
+    for look in looks:
+        assert look(node), look
+        for lease in node.leases():
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
 
 
 @pytest.mark.parametrize(
@@ -209,30 +208,23 @@ def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> N
 )
 def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable[[Node], bool]) -> None:
     """Without any one of them something fails for users other than root."""
-    node = make(capabilities=[each for each in NEEDED if each != lacks])
-    try:
-        node.start()
-        assert not look(node)
-        assert "Traceback" not in node.stderr.read_text()
-    finally:
-        node.clean_up()
+    node = make(capabilities=[each for each in NEEDED if each != lacks]).start()
+    assert not look(node)
+    assert "Traceback" not in node.stderr.read_text()
 
 
 def test_unseen_daemon(make: Callable[..., Bounded]) -> None:
     """A control daemon that mpsd may not inspect is neither adopted nor joined by another on its directory."""
     node = make(capabilities=(*NEEDED, "setgid", "mknod"))
-    try:
-        node.start()
-        daemon = node.daemons()["gpu0"]["pid"]
-        node.end(signal.SIGKILL)
-        (node.root / "run" / "gpu0.process.json").unlink()
-        node.capabilities = ("chown", "kill", "setpcap", "setuid")
-        node.start(ready=False)
-        because = node.wait_for_state("gpu0", "failed")["because"]
-        assert "mpsd cannot see the process that has the socket" in because
-        assert look_at(daemon) is not None
-    finally:
-        node.clean_up()
+    node.start()
+    daemon = node.daemons()["gpu0"]["pid"]
+    node.end(signal.SIGKILL)
+    (node.root / "run" / "gpu0.process.json").unlink()
+    node.capabilities = ("chown", "kill", "setpcap", "setuid")
+    node.start(ready=False)
+    because = node.wait_for_state("gpu0", "failed")["because"]
+    assert "mpsd cannot see the process that has the socket" in because
+    assert look_at(daemon) is not None
 
 
 CONNECTED: Final = """
@@ -279,15 +271,11 @@ def test_unseen_connection(short_tmp: Path) -> None:
 
 def test_unseen_mounts(make: Callable[..., Bounded]) -> None:
     """A holder whose mounts mpsd may not read gets its lease, and the log says that they are unknown."""
-    node = make(capabilities=("chown", "kill", "setpcap", "setuid"))
-    try:
-        node.start()
-        with calling(node.socket, uid=ANN) as holder:
-            assert holder.admit(threads=10, memory="1GiB").status == 201
-            (told,) = node.events("mounts_unknown", pid=holder.pid)
-            assert f"/proc/{holder.pid}/" in told["because"]
-    finally:
-        node.clean_up()
+    node = make(capabilities=("chown", "kill", "setpcap", "setuid")).start()
+    with calling(node.socket, uid=ANN) as holder:
+        assert holder.admit(threads=10, memory="1GiB").status == 201
+        (told,) = node.events("mounts_unknown", pid=holder.pid)
+        assert f"/proc/{holder.pid}/" in told["because"]
 
 
 def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
@@ -301,13 +289,9 @@ def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
 
 def test_no_new_privileges(make: Callable[..., Bounded]) -> None:
     """`no_new_privs` reaches the control daemon and its servers: mpsd does not set it, and works under it."""
-    node = make(more=["--no-new-privs"])
-    try:
-        node.start()
-        daemon = node.daemons()["gpu0"]["pid"]
-        with leased(node) as client:
-            assert client.hello["ok"]
-            found = [status_of(pid, "NoNewPrivs") for pid in (node.pid, daemon, client.hello["server"], client.pid)]
-        assert found == ["1", "1", "1", "0"]
-    finally:
-        node.clean_up()
+    node = make(more=["--no-new-privs"]).start()
+    daemon = node.daemons()["gpu0"]["pid"]
+    with leased(node) as client:
+        assert client.hello["ok"]
+        found = [status_of(pid, "NoNewPrivs") for pid in (node.pid, daemon, client.hello["server"], client.pid)]
+    assert found == ["1", "1", "1", "0"]

@@ -96,7 +96,7 @@ def test_names(node: Node, client: DrivenProgram) -> None:
 @pytest.mark.parametrize("asked", [{"name": "\x1b[2J"}, {"labels": {"a": "\n"}}, {"labels": {"\u202e": ""}}])
 def test_control_characters(make_node: Start, asked: dict[str, object]) -> None:
     """A lease's name, labels and request_id cannot contain control characters; a label's name is restricted further."""
-    node = make_node(simulate=1, control=None).start()
+    node = make_node(simulate=1).start()
     for more in (asked, {"request_id": "\u202e"}, {"request_id": "a\nb"}, {"gpu": "\x9b"}):
         answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", **more})
         assert (answer.status, answer.json["code"]) == (422, "invalid_request")

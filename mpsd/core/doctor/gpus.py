@@ -25,7 +25,7 @@ from mpsd.core.doctor.processes import SERVER
 from mpsd.core.gpus import driver_branch
 from mpsd.core.model import Unknown
 from mpsd.core.mps.daemon_flags import MANY_USERS
-from mpsd.core.mps_facts import VOLTA, clients_max
+from mpsd.core.mps_facts import VOLTA
 from mpsd.core.settings import Users
 
 _DESKTOP: Final = ("GB10",)
@@ -57,7 +57,7 @@ def _architecture(seen: Observed) -> Iterator[Finding]:
         if none is not None and known(seen.service.answers) is None:
             yield warn(none[0], none[1], _name(each), **evidence)
         elif none is None and gpu.compute_capability < VOLTA:
-            most = clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version))
+            most = gpus.clients_max(gpu)
             because = (
                 f"{name} (compute capability {capability}) is older than Volta: it supports neither limit,"
                 f" admits {most} clients, and a fault of one client ends all of them"

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-from mpsd.core import health, mps_facts
+from mpsd.core import health
 from mpsd.core.admission.admission import NOTHING, Amount
-from mpsd.core.gpus import driver_branch
+from mpsd.core.gpus import clients_max
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.metrics import families
@@ -101,10 +101,7 @@ def _of_gpus(node: NodeSnapshot) -> Numbers:
         families.GPU_THREADS: {(gpu.uuid,): node.threads_oversubscription for gpu in known},
         families.GPU_THREADS_GRANTED: {labels: amount.threads / 1000 for labels, amount in granted.items()},
         families.GPU_THREADS_UNLEASED: {labels: amount.threads / 1000 for labels, amount in unleased.items()},
-        families.GPU_CLIENTS_MAX: {
-            (gpu.uuid,): mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version))
-            for gpu in known
-        },
+        families.GPU_CLIENTS_MAX: {(gpu.uuid,): clients_max(gpu) for gpu in known},
         families.GPU_CLIENTS_GRANTED: {labels: amount.clients for labels, amount in granted.items()},
     }
 
@@ -139,45 +136,37 @@ def _of_admission(node: NodeSnapshot) -> Numbers:
     }
 
 
+_OF_LEASES: Final = families.SECTIONS["Leases and clients"]
+
+
 def _of_users(node: NodeSnapshot) -> Numbers:
     """Return the families of the users' classes, and those of each lease and its clients."""
     usages = {_uuid(view): view.usage.value for view in node.health.gpus if isinstance(view.usage, Known)}
     classes = Counter(node.classes)
-    threads: dict[Labels, float] = {}
-    granted: dict[Labels, float] = {}
-    held: dict[Labels, float] = {}
-    clients: dict[Labels, float] = {}
-    activity: dict[Labels, float] = {}
-    client_held: dict[Labels, float] = {}
-    client_activity: dict[Labels, float] = {}
+    found: dict[Family, dict[Labels, float]] = {family: {} for family in _OF_LEASES}
     for lease in node.shown:
         for share in lease.shares:
             labels = (lease.id, share.gpu, str(lease.owner.uid))
             on_it = lease.clients_on(share.gpu)
-            threads[labels] = share.threads.tenths / 1000
-            granted[labels] = share.memory.bytes
-            clients[labels] = len(on_it)
+            found[families.LEASE_THREADS][labels] = share.threads.tenths / 1000
+            found[families.LEASE_MEMORY][labels] = share.memory.bytes
+            found[families.LEASE_CLIENTS][labels] = len(on_it)
             usage = usages.get(share.gpu)
             if usage is None:
                 continue
+            activity, held = found[families.LEASE_ACTIVITY], found[families.LEASE_MEMORY_HELD]
             held[labels] = 0
             for client in on_it:
                 process, pid = usage.processes.get(client.pid), str(client.pid)
                 if process is None:
                     continue
                 if process.sm_activity is not None:
-                    client_activity[*labels, pid] = process.sm_activity / 100
+                    found[families.CLIENT_ACTIVITY][*labels, pid] = process.sm_activity / 100
                     activity[labels] = activity.get(labels, 0.0) + process.sm_activity / 100
                 if isinstance(process.memory, Known):
-                    client_held[*labels, pid] = process.memory.value
+                    found[families.CLIENT_MEMORY_HELD][*labels, pid] = process.memory.value
                     held[labels] += process.memory.value
     return {
         families.WAITING_BY_CLASS: {(name,): classes[name] for name in sorted({"", *node.quotas, *classes})},
-        families.LEASE_THREADS: threads,
-        families.LEASE_MEMORY: granted,
-        families.LEASE_MEMORY_HELD: held,
-        families.LEASE_CLIENTS: clients,
-        families.LEASE_ACTIVITY: activity,
-        families.CLIENT_MEMORY_HELD: client_held,
-        families.CLIENT_ACTIVITY: client_activity,
+        **found,
     }

@@ -4,7 +4,7 @@ Counters and events agree because both come from the same place: the line that i
 log leaves out, because their user has too many, are counted by `count_omitted`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Final, TypeAlias, cast
@@ -54,8 +54,8 @@ class Tally:
         self._left_out = 0
         self._waits = Histogram(_WAITS)
         self.grants = Histogram(_GRANTS)
-        self._recoveries: dict[str, Histogram] = {}
-        self._conversations: dict[str, Histogram] = {}
+        self._recoveries = defaultdict[str, Histogram](lambda: Histogram(_RECOVERIES))
+        self._conversations = defaultdict[str, Histogram](lambda: Histogram(_CONVERSATIONS))
         self._failures = Counter[Labels]()
         self._down: dict[str, datetime] = {}
         """By control daemon, the time since when it is dead or silent."""
@@ -77,7 +77,7 @@ class Tally:
 
     def conversation(self, daemon: str, seconds: float, failure: str | None) -> None:
         """Count a conversation on a control pipe; `failure` is the code of the error that ended it."""
-        self._conversations.setdefault(daemon, Histogram(_CONVERSATIONS)).observe(seconds)
+        self._conversations[daemon].observe(seconds)
         if failure is not None:
             self._failures[daemon, failure] += 1
 
@@ -135,7 +135,7 @@ class Tally:
                 self._starts[daemon, self._why_down.pop(daemon, "first")] += 1
             case Event.VERIFIED if daemon in self._down:
                 seconds = (at - self._down.pop(daemon)).total_seconds()
-                self._recoveries.setdefault(daemon, Histogram(_RECOVERIES)).observe(max(seconds, 0.0))
+                self._recoveries[daemon].observe(max(seconds, 0.0))
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -168,13 +168,8 @@ class Tally:
             {
                 families.WAIT: {(): self._waits.buckets()},
                 families.GRANT: {(): self.grants.buckets()},
-                families.RECOVERY: {
-                    (daemon,): self._recoveries.get(daemon, Histogram(_RECOVERIES)).buckets() for daemon in daemons
-                },
-                families.CONVERSATION: {
-                    (daemon,): self._conversations.get(daemon, Histogram(_CONVERSATIONS)).buckets()
-                    for daemon in daemons
-                },
+                families.RECOVERY: {(daemon,): self._recoveries[daemon].buckets() for daemon in daemons},
+                families.CONVERSATION: {(daemon,): self._conversations[daemon].buckets() for daemon in daemons},
             },
         )
 

@@ -4,11 +4,11 @@ Each tier has longer samples than the one before it, and keeps them for longer. 
 all series that changed, as JSON under one checksum.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import isfinite
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -92,7 +92,7 @@ class _Totals:
 
     last_sample: int
     last_lease: int
-    samples: dict[int, int]
+    samples: Counter[int]
     """By tier."""
     leases: int = 0
 
@@ -106,21 +106,19 @@ class AccountStore:
 
     def _load(self) -> None:
         database = self._database
-        notes = {str(name): _whole(value) for name, value in database.rows("SELECT name, value FROM notes")}
+        notes = dict(self._rows("SELECT name, value FROM notes"))
         self.cursor = Cursor(notes["at"], notes["event"]) if notes.keys() >= {"at", "event"} else None
         self.marks = [notes.get(f"tier{number}", 0) for number in range(len(TIERS))]
         """For each tier but the first, the time up to which it includes the samples of the tier before it."""
         ((last_sample, last_lease),) = database.rows(
             "SELECT (SELECT ifnull(max(number), 0) FROM samples), (SELECT ifnull(max(number), 0) FROM leases)"
         )
-        counted = database.rows("SELECT tier, sum(length(data)) FROM samples GROUP BY tier")
-        self._totals = _Totals(
-            _whole(last_sample), _whole(last_lease), {_whole(tier): _whole(size) for tier, size in counted}
-        )
+        counted = dict(database.rows("SELECT tier, sum(length(data)) FROM samples GROUP BY tier"))
+        self._totals = _Totals(last_sample, last_lease, Counter(counted))
         self._count_leases()
 
     def _count_leases(self) -> None:
-        self._totals.leases = _whole(self._rows("SELECT ifnull(sum(length(data)), 0) FROM leases", ())[0][0])
+        self._totals.leases = self._rows("SELECT ifnull(sum(length(data)), 0) FROM leases")[0][0]
 
     def mend(self) -> str:
         """Begin an empty file if another program has changed this one; return the reason, or an empty text.
@@ -148,7 +146,7 @@ class AccountStore:
 
         `usage`, if given, is the current usage of each user for fairness, to be stored too.
         """
-        totals, marks = replace(self._totals, samples=dict(self._totals.samples)), list(self.marks)
+        totals, marks = replace(self._totals, samples=self._totals.samples.copy()), list(self.marks)
         for tier, until, _ in samples:
             marks[tier] = until
         new = [record for record in leases if not record.row]
@@ -177,26 +175,19 @@ class AccountStore:
 
         Call it every minute.
         """
-        ages = (settings.seconds, settings.minutes, settings.hours)
-        for tier, age in enumerate(ages):
+        query = "SELECT number, until, length(data) FROM samples WHERE tier = ? AND until <= ? ORDER BY until LIMIT ?"
+        for tier, age in enumerate((settings.seconds, settings.minutes, settings.hours)):
             # Samples that the next tier does not include yet stay.
             limit = self.marks[tier + 1] if tier + 1 < len(TIERS) else now
             too_old = min(now - int(age * SECOND) - 2 * MINUTE, limit)
             while True:
-                excess = self._totals.samples.get(tier, 0) - settings.size // _SHARE
-                found = [
-                    (_whole(number), _whole(size))
-                    for number, until, size in self._rows(
-                        "SELECT number, until, length(data) FROM samples WHERE tier = ? AND until <= ?"
-                        " ORDER BY until LIMIT ?",
-                        (tier, limit, _SOME),
-                    )
-                    if _whole(until) <= too_old or excess > 0
-                ]
+                excess = self._totals.samples[tier] - settings.size // _SHARE
+                oldest = self._rows(query, tier, limit, _SOME)
+                found = [(number, size) for number, until, size in oldest if until <= too_old or excess > 0]
                 if not found:
                     break
                 self._database.commit([("DELETE FROM samples WHERE number = ?", (number,)) for number, _ in found])
-                self._totals.samples[tier] = self._totals.samples.get(tier, 0) - sum(size for _, size in found)
+                self._totals.samples[tier] -= sum(size for _, size in found)
         self._prune_leases(now - int(settings.hours * SECOND), settings.size // _SHARE)
         self._database.commit(
             [("DELETE FROM gaps WHERE since NOT IN (SELECT since FROM gaps ORDER BY since DESC LIMIT ?)", (_GAPS,))]
@@ -206,66 +197,63 @@ class AccountStore:
         self._count_leases()
         crowded = self._rows(
             "SELECT uid, count(*) FROM leases WHERE ended IS NOT NULL GROUP BY uid HAVING count(*) > ?",
-            (_LEASES_PER_UID,),
+            _LEASES_PER_UID,
         )
         for uid, count in crowded:
             query = "SELECT number, length(data) FROM leases WHERE uid = ? AND ended IS NOT NULL ORDER BY ended"
-            self._remove_leases(self._rows(f"{query} LIMIT ?", (uid, _whole(count) - _LEASES_PER_UID)))
+            self._remove_leases(self._rows(f"{query} LIMIT ?", uid, count - _LEASES_PER_UID))
         query = "SELECT number, length(data) FROM leases WHERE ended IS NOT NULL"
-        while found := self._rows(f"{query} AND ended < ? LIMIT ?", (too_old, _SOME)):
+        while found := self._rows(f"{query} AND ended < ? LIMIT ?", too_old, _SOME):
             self._remove_leases(found)
-        while self._totals.leases > size and (found := self._rows(f"{query} ORDER BY ended LIMIT ?", (_SOME,))):
+        while self._totals.leases > size and (found := self._rows(f"{query} ORDER BY ended LIMIT ?", _SOME)):
             self._remove_leases(found)
 
-    def _remove_leases(self, found: Sequence[tuple[object, ...]]) -> None:
+    def _remove_leases(self, found: Sequence[tuple[Any, ...]]) -> None:
         self._database.commit([("DELETE FROM leases WHERE number = ?", (number,)) for number, _ in found])
-        self._totals.leases -= sum(_whole(size) for _, size in found)
+        self._totals.leases -= sum(size for _, size in found)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def pages(self, tier: int, since: int) -> Iterator[list[Periods]]:
         """Yield the samples of a tier that end after a time, the oldest first, in pages of PAGE and a rest."""
         last, number = since, _AFTER_ALL
+        query = (
+            "SELECT until, number, data FROM samples WHERE tier = ? AND (until, number) > (?, ?)"
+            " ORDER BY until, number LIMIT ?"
+        )
         while True:
-            rows = self._rows(
-                "SELECT number, until, data FROM samples WHERE tier = ? AND (until, number) > (?, ?)"
-                " ORDER BY until, number LIMIT ?",
-                (tier, last, number, PAGE),
-            )
+            rows = self._rows(query, tier, last, number, PAGE)
             yield [_decode(data, list[tuple[Series, Period]]) or [] for _, _, data in rows]
             if len(rows) < PAGE:
                 return
-            number, last = _whole(rows[-1][0]), _whole(rows[-1][1])
+            last, number, _ = rows[-1]
 
     def leases(self, since: int) -> Iterator[LeaseRecord]:
         """Yield the leases that ended after a time."""
         number = 0
         query = "SELECT number, data FROM leases WHERE number > ? AND ended > ? ORDER BY number"
-        while rows := self._rows(f"{query} LIMIT ?", (number, since, _SOME)):
-            for at, data in rows:
-                number = _whole(at)
-                record = _decode(data, LeaseRecord)
-                if record is not None:
-                    yield record
+        while rows := self._rows(f"{query} LIMIT ?", number, since, _SOME):
+            yield from filter(None, (_decode(data, LeaseRecord) for _, data in rows))
+            number = rows[-1][0]
 
     def open_leases(self) -> Iterator[LeaseRecord]:
         """Yield the leases that had not ended when the last sample was stored."""
         for number, data in self._database.rows("SELECT number, data FROM leases WHERE ended IS NULL"):
             record = _decode(data, LeaseRecord)
             if record is not None:
-                record.row = _whole(number)
+                record.row = number
                 yield record
 
     def has(self, lease_id: str) -> bool:
         """Tell whether the store has a lease."""
-        return bool(self._rows("SELECT 1 FROM leases WHERE id = ?", (lease_id,)))
+        return bool(self._rows("SELECT 1 FROM leases WHERE id = ?", lease_id))
 
     def gaps(self, since: int, until: int) -> list[Gap]:
         """Return the gaps that overlap a span of time, the oldest first."""
         query = "SELECT since, until, because FROM gaps WHERE until > ? AND since < ? ORDER BY since"
-        return [Gap(_whole(begin), _whole(end), str(why)) for begin, end, why in self._rows(query, (since, until))]
+        return [Gap(*row) for row in self._rows(query, since, until)]
 
-    def _rows(self, query: str, values: Sequence[object]) -> list[tuple[object, ...]]:
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return list(self._database.rows(query, *values))
 
 
@@ -274,7 +262,7 @@ def _sample_rows(samples: Iterable[tuple[int, int, Periods]], totals: _Totals) -
         if periods:
             totals.last_sample += 1
             data = to_json(periods).decode()
-            totals.samples[tier] = totals.samples.get(tier, 0) + len(data)
+            totals.samples[tier] += len(data)
             yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", summed(totals.last_sample, tier, until, data)
         if tier:
             yield _note(f"tier{tier}", until)
@@ -299,16 +287,12 @@ def _note(name: str, value: int) -> Statement:
     return "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed(name, value)
 
 
-def _decode(data: object, kind: type[T]) -> T | None:
+def _decode(data: str, kind: type[T]) -> T | None:
     """Return the content of a row; None if it cannot be decoded, which only a defect could have caused."""
     try:
-        return msgspec.json.decode(str(data), type=kind)
+        return msgspec.json.decode(data, type=kind)
     except NOT_UNDERSTOOD:
         return None
-
-
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 def stored_usage(accounts: Database, half_life: float) -> dict[int, Account]:
@@ -319,10 +303,6 @@ def stored_usage(accounts: Database, half_life: float) -> dict[int, Account]:
     now, wall = clock.monotonic(), clock.now().timestamp()
     found = {}
     for uid, value, noted in accounts.rows("SELECT uid, value, noted FROM usage"):
-        if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
-            continue
-        if not isfinite(value + noted):
-            continue  # only a defect could have written it; losing the usage of one user does no harm
         passed = max(wall - noted, 0.0)
         found[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
     return found

@@ -31,7 +31,7 @@ from mpsd.core.events import EventName
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
-from mpsd.daemon.accounting.account_store import PAGE, AccountStore, Cursor, Gap
+from mpsd.daemon.accounting.account_store import PAGE, TIERS, AccountStore, Cursor, Gap
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
@@ -148,7 +148,7 @@ class Accountant:
         self._settings = settings
         self._log = log
         self._accounts = Accounts()
-        self._minute, self._hour = Rollup(), Rollup()
+        self._rollups = [Rollup(), Rollup()]
         """The periods since the last sample of the second tier, and of the third."""
         self._batches: list[tuple[datetime, Mapping[str, Lease]]] = []
         """The changes of leases that are not in the accounts yet."""
@@ -190,11 +190,11 @@ class Accountant:
         self._since = cursor.at or _now()
         if cursor.at:
             since: dict[Series, int] = {}
-            for periods in chain.from_iterable(self._store.pages(0, self._store.marks[1])):
-                self._minute.fold(periods)
-                since.update({series: period.end for series, period in periods})
-            for periods in chain.from_iterable(self._store.pages(1, self._store.marks[2])):
-                self._hour.fold(periods)
+            for tier, rollup in enumerate(self._rollups):
+                for periods in chain.from_iterable(self._store.pages(tier, self._store.marks[tier + 1])):
+                    rollup.fold(periods)
+                    if tier == 0:
+                        since.update({series: period.end for series, period in periods})
             self._accounts.restore(self._store.open_leases(), since, self._store.marks[1] or cursor.at, cursor.at)
             now = _now()
             if now - cursor.at > _READING:
@@ -218,14 +218,12 @@ class Accountant:
         if not (is_minute or everything or self._accounts.is_changed or self._gaps):
             return
         events.flush()  # the number of the last event is stored with the sample
-        is_hour = is_minute and now // HOUR != self._store.marks[2] // HOUR
         periods = self._accounts.take(now, everything=is_minute or everything)
         samples = [(0, now, periods)]
         if is_minute:
-            minute = _folded(self._minute.sums, periods)
-            samples.append((1, now, minute))
-            if is_hour:
-                samples.append((2, now, _folded(self._hour.sums, minute)))
+            samples.append((1, now, _folded(self._rollups[0].sums, periods)))
+            if now // HOUR != self._store.marks[2] // HOUR:
+                samples.append((2, now, _folded(self._rollups[1].sums, samples[1][2])))
         gaps = [*self._gaps, *([Gap(self._since, now, self.trouble)] if self.trouble else [])]
         usage, moment = None, clock.monotonic()
         if everything or moment - self._noted >= _USAGE:
@@ -242,7 +240,7 @@ class Accountant:
             self.trouble = ""
             self._log.info(EventName.HISTORY_STORED)
         self._accounts.note_stored()
-        self._roll_up(samples, is_hour=is_hour)
+        self._roll_up([each for _, _, each in samples])
         if is_minute:
             self._prune(now)
 
@@ -259,13 +257,13 @@ class Accountant:
             self._log.error(EventName.HISTORY_NOT_STORED, because=error.detail)
         self.trouble = error.detail
 
-    def _roll_up(self, samples: list[tuple[int, int, Periods]], *, is_hour: bool) -> None:
-        self._minute.fold(samples[0][2])
-        if len(samples) > 1:
-            self._minute.clear()
-            self._hour.fold(samples[1][2])
-        if is_hour:
-            self._hour.clear()
+    def _roll_up(self, samples: list[Periods]) -> None:
+        """Add a stored sample of each tier to the next one's; those that were stored, too, begin anew."""
+        for rollup, periods in zip(self._rollups, samples, strict=False):
+            rollup.fold(periods)
+        for rollup in self._rollups[: len(samples) - 1]:
+            rollup.clear()
+        if len(samples) == len(TIERS):
             self._accounts.forget_names()
 
     def _look_after_store(self) -> None:
@@ -301,9 +299,12 @@ class Accountant:
 
     def finest(self, since: int) -> int:
         """Return the length of the finest samples (s) that are kept since a time."""
+        return TIERS[self._tier(since)] // SECOND
+
+    def _tier(self, since: int) -> int:
         ages, passed = self._settings.current.history, (_now() - since) / SECOND
         # A minute more, so that a request for exactly the last hour gets its samples although the request took time.
-        return 1 if passed <= ages.seconds + 60 else 60 if passed <= ages.minutes + 60 else 3600
+        return 0 if passed <= ages.seconds + 60 else 1 if passed <= ages.minutes + 60 else 2
 
     async def fill(self, report: Report) -> int:
         """Fill a report from the series, or from the leases; return its end. Other tasks run between two pages."""
@@ -311,14 +312,14 @@ class Accountant:
             return report.close(_now())
         if report.by is By.LEASE:
             return await self._fill_by_lease(report)
-        tier = {1: 0, 60: 1, 3600: 2}[self.finest(report.since)]
+        tier = self._tier(report.since)
         for page in self._store.pages(tier, report.since):
             for periods in page:
                 _add(report, periods)
             if len(page) == PAGE:
                 await asyncio.sleep(0)
         # The periods that are not in that tier yet. No sample is stored after the last page, since nothing awaits here.
-        for rollup in (self._hour, self._minute)[2 - tier :]:
+        for rollup in reversed(self._rollups[:tier]):
             _add(report, rollup.sums)
         self._take_in()
         now = _now()

@@ -5,7 +5,7 @@ The dispatcher makes one decoder for each row of the route table when mpsd start
 
 import difflib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
@@ -61,8 +61,24 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
 
 
 _PLACE: Final = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
-_UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
+"""A message of msgspec, and the place that it names."""
+
+_WORDS: Final = tuple(
+    (re.compile(pattern, re.DOTALL), words)
+    for pattern, words in (
+        (r"Expected `(?:int|float)` (?P<sign>[<>]=?) (?P<number>[0-9.e+-]+)", "must be {sign} {number}"),
+        (
+            r"Expected `(?P<counted>str|array|object)` of length (?P<sign>[<>]=?) (?P<number>[0-9]+)",
+            "must have {sign} {number} {counted}",
+        ),
+        (r"Expected `str` matching regex (?P<pattern>.*)", "does not match {pattern}"),
+        (r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`", "must be {wanted}, not {got}"),
+        (r"Object missing required field `(?P<missing>.*)`", "has no {missing}"),
+        (r"Object contains unknown field `(?P<unknown>.*)`", "has the unknown field {unknown}"),
+        (r"(?P<other>.*)", "is not valid: {other}"),
+    )
+)
+"""What msgspec's messages say of a value, and the same in words that follow the name of its field."""
 
 _SIGNS: Final = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
 _COUNTED: Final = {"str": "characters", "array": "items", "object": "items"}
@@ -81,72 +97,63 @@ def _shown(pattern: str) -> str:
     return pattern.replace(r"\Z", "$")
 
 
+def _number(text: object) -> str:
+    return f"{text}".removesuffix(".0")
+
+
 def _types(names: str) -> str:
     return " or ".join(_TYPES.get(each, each) for each in names.split(" | "))
 
 
-_WORDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]] = (
-    (
-        re.compile(r"Expected `(?:int|float)` ([<>]=?) ([0-9.e+-]+)"),
-        lambda found: f"must be {_SIGNS[found[1]]} {found[2].removesuffix('.0')}",
-    ),
-    (
-        re.compile(r"Expected `(str|array|object)` of length ([<>]=?) ([0-9]+)"),
-        lambda found: f"must have {_SIGNS[found[2]]} {found[3]} {_COUNTED[found[1]]}",
-    ),
-    (
-        re.compile(r"Expected `str` matching regex (.*)", re.DOTALL),
-        lambda found: "does not match " + _shown(found[1].replace(r"\\", "\\")),
-    ),
-    (
-        re.compile(r"Expected `([^`]*)`, got `([^`]*)`"),
-        lambda found: f"must be {_types(found[1])}, not {_types(found[2])}",
-    ),
-    (_MISSING, lambda found: f"has no {found['name']}"),
-    (_UNKNOWN, lambda found: f"has the unknown field {briefly(found['name'])}"),
-    (re.compile(r"(.*)", re.DOTALL), lambda found: f"is not valid: {found[1]}"),
-)
-"""The messages of msgspec about a value, and the same in words that follow the name of its field."""
+_IN_WORDS: Final[Mapping[str, Callable[[str], str]]] = {
+    "sign": _SIGNS.__getitem__,
+    "number": _number,
+    "counted": _COUNTED.__getitem__,
+    "pattern": lambda pattern: _shown(pattern.replace(r"\\", "\\")),
+    "wanted": _types,
+    "got": _types,
+    "unknown": briefly,
+}
+"""The parts of these messages that are said in other words."""
 
 
 def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
     """Return msgspec's message about a body in words that name the field; the original message is for programmers."""
     place = _PLACE.fullmatch(message)
-    what, field = (place["what"], place["field"]) if place is not None else (message, None)
+    assert place is not None  # noqa: S101 - the pattern matches every text
+    field, is_key = place["field"], bool(place["key"])
+    found, words = next((found, words) for each, words in _WORDS if (found := each.fullmatch(place["what"])))
+    parts = found.groupdict()
     subject = field or "the request body"
-    if place is not None and place["key"]:
+    if is_key:
         subject = f"a key of {subject}"
-    valid = _valid_values(kind, field, of_key=subject != field) if field else ""
+    valid = _valid_values(kind, [*_STEP.findall(field), *((_KEY,) if is_key else ())]) if field else ""
     hint = f"{subject} is {valid}" if valid else f"the fields are described in /v1/openapi.json, schema {kind.__name__}"
-    limit = re.split(r"[.[]", field)[0] if field else None
-    if missing := _MISSING.fullmatch(what):
-        limit = missing["name"]
-    elif (unknown := _UNKNOWN.fullmatch(what)) and not field:
+    limit = parts.get("missing") or (re.split(r"[.[]", field)[0] if field else None)
+    if "unknown" in parts and not field:
         fields = [each.encode_name for each in msgspec.structs.fields(kind)]
-        near = difflib.get_close_matches(unknown["name"], fields, n=1)
+        near = difflib.get_close_matches(parts["unknown"], fields, n=1)
         hint = f"{near[0]} may have been meant; {hint}" if near else hint
-    words = next(words(found) for pattern, words in _WORDS if (found := pattern.fullmatch(what)))
-    return InvalidRequestError(f"{subject} {words}", hint=hint, limit=limit)
+    said = words.format(**{name: _IN_WORDS.get(name, str)(text) for name, text in parts.items()})
+    return InvalidRequestError(f"{subject} {said}", hint=hint, limit=limit)
 
 
 _STEP: Final = re.compile(r"\[[^]]*\]|[^.\[]+")
 """A part of msgspec's path of a field: a name, or `[0]` or `[...]` for an item."""
 
 
-def _valid_values(kind: type[RequestBody], path: str, *, of_key: bool) -> str:
-    """Describe the valid values of the field at a path in a body; empty where they cannot be said in a few words.
+_KEY: Final = "[key]"
+"""The step to the keys of an object."""
 
-    `of_key`: describe the keys of the object at the path instead.
-    """
+
+def _valid_values(kind: type[RequestBody], steps: Iterable[str]) -> str:
+    """Describe the valid values at the end of these steps into a body; empty where it takes more than a few words."""
     found: Type = type_info(kind)
-    for step in _STEP.findall(path):
+    for step in steps:
         inner = next(filter(None, (_inner(each, step) for each in _parts(found))), None)
         if inner is None:
             return ""
         found = inner
-    if of_key:
-        found = _bare(found)
-        return _values(_bare(found.key_type)) if isinstance(found, DictType) else ""
     values = [*map(_values, _parts(found))]
     return ", or ".join(values) if all(values) else ""
 
@@ -156,6 +163,8 @@ def _inner(found: Type, step: str) -> Type | None:
     match found:
         case StructType(fields=fields):
             return next((each.type for each in fields if each.encode_name == step), None)
+        case DictType(key_type=inner) if step == _KEY:
+            return inner
         case DictType(value_type=inner) | ListType(item_type=inner) if step.startswith("["):
             return inner
     return None
@@ -195,7 +204,7 @@ def _values(found: Type) -> str:
 
 def _range(found: IntType | FloatType) -> str:
     """Describe the bounds of a number, for the end of a phrase."""
-    most = "" if found.le is None else f"{found.le}".removesuffix(".0")
+    most = "" if found.le is None else _number(found.le)
     if found.gt is not None:
         return f" above {found.gt}" + (f" and up to {most}" if most else "")
     if found.ge is not None and most:

@@ -95,10 +95,6 @@ class Dispatcher(Generic[H]):
             await connection.send(message, problem_answer(error))
         except ConnectionResetError:
             raise  # the caller no longer waits for an answer
-        except OSError as error:
-            without = descriptors.are_none_left(error)
-            refused = problem_answer(descriptors.refusal(str(error.strerror))) if without else None
-            await connection.send(message, refused or self._defect(error, message.path))
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
             await connection.send(message, self._defect(error, message.path))
         finally:
@@ -137,7 +133,12 @@ class Dispatcher(Generic[H]):
             self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:
-        """Log a defect, a limited number per minute, and return the answer to its request, without details."""
+        """Log a defect, a limited number per minute, and return the answer to its request, without details.
+
+        It is no defect that no descriptor is left.
+        """
+        if isinstance(error, OSError) and descriptors.are_none_left(error):
+            return problem_answer(descriptors.refusal(str(error.strerror)))
         self._defects.defect(EventName.API_DEFECT, error, path=path[:_MOST_PATH])
         return problem_answer(
             InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")

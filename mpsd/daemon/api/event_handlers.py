@@ -62,7 +62,6 @@ class EventsQuery(RequestQuery, frozen=True):
         bool,
         parameter(
             "Whether to keep sending new events until the caller disconnects.",
-            refusal="is neither true nor false",
             hint="pass follow=true, or omit it",
         ),
     ] = False
@@ -117,13 +116,9 @@ def _position(events: Events, query: EventsQuery) -> int:
 async def _lines(events: Events, after: int, query: EventsQuery) -> AsyncIterator[bytes]:
     """Yield the lines of the events after a number, and heartbeats after long enough without one."""
     async for lines in events.read(after, follow=query.follow, patience=query.heartbeat or inf):
-        yield lines or _heartbeat(events)
-
-
-def _heartbeat(events: Events) -> bytes:
-    """Return a heartbeat line: it has the number of the last event, and is not an event itself."""
-    line = {"seq": events.latest, "at": clock.now(), "level": "info", "event": "heartbeat"}
-    return to_json(line) + b"\n"
+        # A heartbeat has the number of the last event, and is not an event itself.
+        heartbeat = {"seq": events.latest, "at": clock.now(), "level": "info", "event": "heartbeat"}
+        yield lines or to_json(heartbeat) + b"\n"
 
 
 # -- the history -------------------------------------------------------------------------------------------------------

@@ -163,9 +163,8 @@ class LeaseHandlers:
             for share in lease.shares
             if error.gpu == share.gpu
         ]
-        found.sort(key=lambda each: (each[1].memory.bytes, each[1].threads.tenths), reverse=True)
-        if error.limit == "threads":
-            found.sort(key=lambda each: each[1].threads.tenths, reverse=True)
+        order = -1 if error.limit == "threads" else 1  # the lacking amount decides, and the other one where it is equal
+        found.sort(key=lambda each: (each[1].memory.bytes, each[1].threads.tenths)[::order], reverse=True)
         seen = [each for each in found if self._may_see(request, each[0])]
         hidden = [share for lease, share in found if not self._may_see(request, lease)]
         said = [

@@ -235,13 +235,24 @@ class _NamedProcess(NamedTuple):
 
 @contextmanager
 def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
-    """Yield the process that a caller named, or the caller's own."""
-    if pid is None or pid == request.peer.credentials.pid:
+    """Yield the process that a caller named, for an administrator of any user, or the caller's own.
+
+    Raises InvalidRequestError when it is gone by now, and NotPermittedError when it belongs to another user.
+    """
+    who = request.peer.credentials
+    if pid is None or pid == who.pid:
         living = _connected(request)
-        yield _NamedProcess(living, request.uid, request.peer.credentials.gid, proc.real_uid(living.pid))
+        yield _NamedProcess(living, who.uid, who.gid, proc.real_uid(living.pid))
         return
-    with closing(_opened(request, pid)) as named:
-        yield _with_user(request, named)
+    with closing(_opened(request, pid)) as living:
+        user, real_uid = proc.effective_user(pid), proc.real_uid(pid)
+        # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
+        if user is None or living.is_gone():
+            raise _no_process(pid)
+        if user[0] != who.uid and not request.principal.admin:
+            because = f"process {pid} does not belong to uid {who.uid}"
+            raise NotPermittedError(because, hint="name a process of your own")
+        yield _NamedProcess(living, *user, real_uid)
 
 
 def _connected(request: Request) -> Process:
@@ -279,21 +290,6 @@ def _opened(request: Request, pid: int) -> Process:
     if found is None:
         raise _no_process(pid)
     return found
-
-
-def _with_user(request: Request, named: Process) -> _NamedProcess:
-    """Return a process that a caller named with its user: the caller, or for an administrator any user.
-
-    Raises InvalidRequestError when the process is gone by now, and NotPermittedError when it belongs to another user.
-    """
-    user, real_uid = proc.effective_user(named.pid), proc.real_uid(named.pid)
-    # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
-    if user is None or named.is_gone():
-        raise _no_process(named.pid)
-    if user[0] != request.uid and not request.principal.admin:
-        because = f"process {named.pid} does not belong to uid {request.uid}"
-        raise NotPermittedError(because, hint="name a process of your own")
-    return _NamedProcess(named, *user, real_uid)
 
 
 def _no_process(pid: int) -> InvalidRequestError:

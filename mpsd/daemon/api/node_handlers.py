@@ -6,12 +6,11 @@ from typing import Annotated, Final
 
 from mpsd import __version__
 from mpsd.client import answer_types
-from mpsd.core import health, model, mps_facts, roles
+from mpsd.core import gpus, health, model, roles
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.gpus import driver_branch
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
@@ -101,15 +100,13 @@ class NodeHandlers:
         return notes
 
     async def gpus(self, request: Request) -> answer_types.Gpus:
-        daemons = self._node.control_daemons.all()
-        gpus = [self._gpu(view, daemons, operator=request.principal.operator) for view in self._node.gpus.views()]
-        return answer_types.Gpus(gpus=gpus)
+        daemons, operator = self._node.control_daemons.all(), request.principal.operator
+        return answer_types.Gpus(gpus=[self._gpu(view, daemons, operator=operator) for view in self._node.gpus.views()])
 
     def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> answer_types.Gpu:
         gpu = view.gpu
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
-        clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -120,7 +117,7 @@ class NodeHandlers:
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
             clients=given.clients,
-            clients_max=clients,
+            clients_max=gpus.clients_max(gpu) if gpu else None,
             threads_unleased=unleased.threads / 10,
             memory_unleased=unleased.memory,
             clients_unleased=unleased.clients,

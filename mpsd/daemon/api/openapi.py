@@ -66,7 +66,8 @@ class OpenApiHandlers:
 
 def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes."""
-    kinds = {Problem, *(kind for route in routes for kind in _kinds(route))}
+    named = (each for route in routes for each in (route.answer.line, route.answer.schema, route.body))
+    kinds = {Problem, *(each for each in named if isinstance(each, type))}
     _, components = msgspec.json.schema_components(sorted(kinds, key=lambda each: each.__name__), ref_template=_REF)
     for each in vars(answer_types).values():
         if is_typeddict(each) and each.__name__ in components:
@@ -165,16 +166,6 @@ def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
         words = {"enum": [*kinds[0]["enum"], None]} if "enum" in kinds[0] else {}
         return {**rest, **kinds[0], "type": [kinds[0]["type"], "null"], **words}
     return schema
-
-
-def _kinds(route: Route[Any, Any]) -> Iterable[type]:
-    """Yield the types that a route answers with, also in lines, and the one that it takes as its body."""
-    if route.answer.line is not None:
-        yield route.answer.line
-    if isinstance(route.answer.schema, type):
-        yield route.answer.schema
-    if route.body is not None:
-        yield route.body
 
 
 def _operation(route: Route[Any, Any], components: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The operator routes. A command to a control daemon is stored, and can be queried until it is finished."""
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -31,7 +30,7 @@ class OperatorHandlers:
         """Take `reload`, which reads the configuration again and raises ConfigurationError."""
         self._node = node
         self._reload = reload
-        self._operations: OrderedDict[str, answer_types.Operation] = OrderedDict()
+        self._operations: dict[str, answer_types.Operation] = {}
 
     async def reload(self, _: Request) -> answer_types.Reload:
         """Read the configuration again, and apply what changed; an invalid one changes nothing."""
@@ -100,15 +99,15 @@ class OperatorHandlers:
             waits_for=[],
         )
         self._operations[done["id"]] = done
-        while len(self._operations) > _MOST_DONE:
-            self._operations.popitem(last=False)
+        if len(self._operations) > _MOST_DONE:
+            del self._operations[next(iter(self._operations))]
         return done
 
     async def canary(self, request: Request) -> answer_types.Canary:
         """Send a canary to a control daemon, after one that runs."""
         supervisor = self._node.control_daemons.supervisor(request.names["name"])
         reason = Suspicion(Cause.COMMAND, f"uid {request.uid} wants to know whether it serves")
-        return rendering.canary(supervisor.name, await self._node.control_daemons.examine(supervisor, reason))
+        return rendering.canary(supervisor.name, await self._node.control_daemons.watches.examine(supervisor, reason))
 
     async def pardon(self, request: Request) -> None:
         """Lift the quarantine of a uid; stored before the answer."""

@@ -25,7 +25,6 @@ from mpsd.core.model import (
     Server,
     Share,
 )
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.canary.watch import Examination
 from mpsd.system import clock
@@ -227,7 +226,7 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
     """`secret`: whether the answer is about this lease alone, and for its owner or an administrator."""
     own = {LEASE: lease.id, TOKEN: lease.token} if secret and lease.token else {LEASE: lease.id}
     request, owner, shares = lease.request, lease.owner, [_share(share, own) for share in lease.shares]
-    first = shares[0] if shares else None
+    amounts = lease.shares[0] if lease.shares else request
     has_ended = lease.state is LeaseState.ENDED
     is_closing = lease.closing and not has_ended
     waits = None
@@ -239,12 +238,12 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "state": lease.state,
         "because": f"its clients are being ended: {lease.closing}" if is_closing else lease.because,
         "gpus": [*map(_GPU_OF, lease.shares)],
-        "daemon": first["daemon"] if first else None,
+        "daemon": shares[0]["daemon"] if shares else None,
         "owner": {"uid": owner.uid, "gid": owner.gid, "pid": owner.pid, "start_time": time_or_none(owner.started)},
         "holders": [*map(holder, holders.bound_to(lease))],
-        "active_thread_percentage": first["active_thread_percentage"] if first else _percent(request.threads),
-        "pinned_device_mem_limit": first["pinned_device_mem_limit"] if first else _bytes(request.memory),
-        "env": first["env"] if first else {},
+        "active_thread_percentage": None if amounts.threads is None else float(amounts.threads),
+        "pinned_device_mem_limit": None if amounts.memory is None else amounts.memory.bytes,
+        "env": shares[0]["env"] if shares else {},
         "shares": shares,
         "clients": [*map(_PID_OF, lease.clients)],
         "bearers": [*map(_PID_OF, lease.bearers)],
@@ -265,11 +264,3 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "lost": [*map(_PID_OF, lease.lost)],
         "keepers": [],
     }
-
-
-def _percent(threads: ActiveThreadPercentage | None) -> float | None:
-    return None if threads is None else float(threads)
-
-
-def _bytes(memory: PinnedDeviceMemLimit | None) -> int | None:
-    return None if memory is None else memory.bytes

@@ -127,15 +127,18 @@ class Listener:
             return
         self._answered[who] += 1
         if self._most is not None:
-            refused = _too_many(f"there are {most} open connections, the maximum", "connections")
+            because, limit = f"there are {most} open connections, the maximum", "connections"
         elif self._connections.by_uid[who.uid] >= most:
-            because = f"uid {who.uid} has {most} open connections, the maximum (api.connections_per_uid)"
-            refused = _too_many(because, "api.connections_per_uid")
+            limit = "api.connections_per_uid"
+            because = f"uid {who.uid} has {most} open connections, the maximum ({limit})"
         else:
+            limit = "descriptors"
             because = "mpsd has the maximum number of open connections that its file descriptors allow"
-            refused = _too_many(because, "descriptors")
             self._note_stuck(because)
-        _refuse(connection, refused)
+        refusal = TooManyRequestsError(because, hint="close some connections, or try again later", limit=limit)
+        # Nothing is read, and a peer that does not take the answer misses it.
+        with connection, contextlib.suppress(OSError):
+            connection.send(closing_response(refusal), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def _wait(self) -> None:
         """Wait for a connection, or until the listener is shut; no accepted connection can be lost."""
@@ -197,16 +200,3 @@ class Listener:
 def _settle(arrival: "asyncio.Future[None]") -> None:
     if not arrival.done():
         arrival.set_result(None)
-
-
-def _too_many(because: str, limit: str) -> TooManyRequestsError:
-    return TooManyRequestsError(because, hint="close some connections, or try again later", limit=limit)
-
-
-def _refuse(connection: socket.socket, refusal: TooManyRequestsError) -> None:
-    """Answer without reading anything, and close; a peer that does not take the answer misses it."""
-    with connection:
-        try:
-            connection.send(closing_response(refusal), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            return

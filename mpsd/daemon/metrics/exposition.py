@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import (
     StateSetMetricFamily,
 )
 
-from mpsd.core.metrics.families import FAMILIES, Buckets, Family, Kind, Labels, Samples
+from mpsd.core.metrics.families import FAMILIES, Family, Kind, Labels, Samples
 
 
 class _Collector:
@@ -31,7 +31,10 @@ class _Collector:
             if family in numbers:
                 yield _of_numbers(family, numbers[family])
             elif family in histograms:
-                yield _of_histograms(family, histograms[family])
+                histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels, unit=family.unit)
+                for labels, buckets in histograms[family].items():
+                    histogram.add_metric(labels, buckets.counts, buckets.sum)
+                yield histogram
 
 
 def _of_numbers(family: Family, values: Mapping[Labels, float]) -> Metric:
@@ -52,13 +55,6 @@ def _of_numbers(family: Family, values: Mapping[Labels, float]) -> Metric:
             for labels, value in values.items():
                 found.add_metric(labels, value)
             return found
-
-
-def _of_histograms(family: Family, values: Mapping[Labels, Buckets]) -> Metric:
-    histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels, unit=family.unit)
-    for labels, buckets in values.items():
-        histogram.add_metric(labels, buckets.counts, buckets.sum)
-    return histogram
 
 
 def render(samples: Samples, media_type: str) -> bytes:

@@ -12,12 +12,10 @@ from mpsd.core.model import Daemon, Known, Lease
 from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
-from mpsd.core.supervision.wedge import Suspicion
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.watch import Examination, ServerWatches
+from mpsd.daemon.canary.watch import ServerWatches
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.pipe_access import NodePipeAccess
-from mpsd.daemon.control.state import Heartbeat
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.gpu.gpus import Gpus
@@ -55,7 +53,7 @@ class ControlDaemons:
         self._gpus, self._leases, self._endings = gpus, leases, endings
         self._pipe_access, self._quarantine = pipe_access, quarantine
         self._settings, self._log = settings, log
-        self._watches = ServerWatches(Canaries(canary, program, leases.ceilings, pipe_access), settings, log)
+        self.watches = ServerWatches(Canaries(canary, program, leases.ceilings, pipe_access), settings, log)
         self._supervisors: dict[str, Supervisor] = {}
         self._touched = asyncio.Event()
         """Set, and replaced, at each change."""
@@ -63,9 +61,9 @@ class ControlDaemons:
             leases.ledger.on, leases.release, leases.completeness.unrestored, leases.clients.stop
         )
         gpus.reported.connect(self._doubt)
-        endings.suspected.connect(self._watches.suspect)
+        endings.suspected.connect(self.watches.suspect)
         endings.changed.connect(self._note_change)
-        self._watches.changed.connect(self._note_change)
+        self.watches.changed.connect(self._note_change)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +91,7 @@ class ControlDaemons:
                 self._leases.ceilings.add(supervisor)
                 self._endings.add(supervisor)
                 group.create_task(supervisor.run())
-                group.create_task(self._watches.add(supervisor, self._gpus).run())
+                group.create_task(self.watches.add(supervisor, self._gpus).run())
         return len(self._supervisors) > before
 
     async def ask_program(self) -> None:
@@ -132,16 +130,12 @@ class ControlDaemons:
 
     def snapshot(self, supervisor: Supervisor) -> Daemon:
         """Return a control daemon, and whether it may have clients whose leases were lost."""
-        daemon = self._watches.applied(supervisor.snapshot())
+        daemon = self.watches.applied(supervisor.snapshot())
         try:
             because = self._leases.completeness.check(daemon)
         except StorageError as error:
             because = error.detail
         return replace(daemon, incomplete=because) if because else daemon
-
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the heartbeat of each supervisor, by the name of its control daemon."""
-        return {name: supervisor.heartbeat for name, supervisor in self._supervisors.items()}
 
     async def until_known(self, seconds: float) -> None:
         """Wait until each control daemon is known to be usable or not, for this long at most."""
@@ -172,10 +166,6 @@ class ControlDaemons:
         self._leases.completeness.clear(supervisor.gpu.uuid, because)
         supervisor.intend(OperatorCommand(Intent.RUN, because))
         self._note_change()
-
-    async def examine(self, supervisor: Supervisor, reason: Suspicion) -> Examination:
-        """Send a canary to a control daemon."""
-        return await self._watches.examine(supervisor, reason)
 
     async def stop(self, *, force: bool) -> None:
         """Stop every control daemon when no client or lease is left on it, or by force together with its clients."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from mpsd.core import gpus, health, mps_facts
+from mpsd.core import gpus, health
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Offer, Refusal
 from mpsd.core.errors import MpsdError, StorageError
@@ -309,18 +309,19 @@ class Node:
         gpu, settings = supervisor.gpu, self.settings.current
         daemon = self.control_daemons.snapshot(supervisor)
         reason = health.refusal(self.gpus.view(gpu.index), daemon)
-        clients_max = mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version))
         return Offer(
             gpu=gpu.uuid,
             daemon=daemon.name,
             pipe_directory=daemon.pipe_directory,
             threads=int(1000 * settings.admission.threads_oversubscription),
             memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
-            clients=clients_max - wedge.PLACES,
+            clients=gpus.clients_max(gpu) - wedge.PLACES,
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
             knows_many_users=self.control_daemons.knows_many_users,
             client_priority=daemon.has_client_priority,
-            refusal=Refusal(reason.limit, reason.because, reason.hint, reason.uids) if reason is not None else None,
+            refusal=Refusal(reason.kind.limit, reason.because, reason.hint, reason.uids)
+            if reason is not None
+            else None,
             unleased=self.unleased.on(gpu.uuid),
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -16,18 +16,18 @@ _PAUSE: Final = 5.0
 """Seconds between two lines of a kind that exceeded its number in this minute; each stands for those before it."""
 
 
+@dataclass(slots=True)
 class _Budget:
     """The lines of one kind in this minute, and those left out since."""
 
-    def __init__(self, since: float) -> None:
-        self.since = since
-        self.logged = 0
-        self.last_at = since
-        self.left_out = 0
-        self.last: dict[str, object] = {}
-        """The facts of the latest line that was left out."""
-        self.write: Callable[..., None] | None = None
-        """Writes that line, on its level; None where none was left out."""
+    since: float
+    last_at: float
+    write: Callable[..., None]
+    """Writes the latest line that was left out, on its level."""
+    logged: int = 0
+    left_out: int = 0
+    last: dict[str, object] = field(default_factory=dict)
+    """The facts of that line."""
 
 
 class BoundedLog:
@@ -41,48 +41,42 @@ class BoundedLog:
 
     def info(self, event: EventName, **facts: object) -> None:
         """Log a normal event, unless there were too many."""
-        if (more := self._admitted(event, facts, self._log.info)) is not None:
-            self._log.info(event, **more)
+        self._write(self._log.info, event, facts)
 
     def warning(self, event: EventName, **facts: object) -> None:
         """Log a problem, unless there were too many."""
-        if (more := self._admitted(event, facts, self._log.warning)) is not None:
-            self._log.warning(event, **more)
+        self._write(self._log.warning, event, facts)
 
     def error(self, event: EventName, **facts: object) -> None:
         """Log a problem that an operator has to examine, unless there were too many."""
-        if (more := self._admitted(event, facts, self._log.error)) is not None:
-            self._log.error(event, **more)
+        self._write(self._log.error, event, facts)
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Log a defect of mpsd, unless there were too many."""
-        if (more := self._admitted(event, facts, partial(self._log.defect, error=error))) is not None:
-            self._log.defect(event, error, **more)
+        self._write(partial(self._log.defect, error=error), event, facts)
 
     def settle(self) -> None:
         """Log the latest line that was left out, with the number of those before it, if due; call it periodically."""
         now = clock.monotonic()
         for event, budget in self._budgets.items():
-            if budget.write is not None and budget.left_out and now - budget.last_at >= _PAUSE:
+            if budget.left_out and now - budget.last_at >= _PAUSE:
                 before = {"left_out": budget.left_out - 1} if budget.left_out > 1 else {}
                 budget.write(event, **{**budget.last, **before})
                 budget.last_at, budget.left_out, budget.last = now, 0, {}
 
-    def _admitted(
-        self, event: EventName, facts: dict[str, object], write: Callable[..., None]
-    ) -> dict[str, object] | None:
-        """Return the facts to log, or None where the line is only counted."""
+    def _write(self, write: Callable[..., None], event: EventName, facts: dict[str, object]) -> None:
+        """Write a line, with the number of those left out before it, or only count it."""
         now = clock.monotonic()
-        budget = self._budgets.setdefault(event, _Budget(now))
+        budget = self._budgets.setdefault(event, _Budget(now, now, write))
         if now - budget.since >= _MINUTE:
             budget.since, budget.logged = now, 0
         own = facts.get("left_out", 0)
         left_out = budget.left_out + (own if isinstance(own, int) else 0)
         if budget.logged >= self._most and now - budget.last_at < _PAUSE:
             budget.left_out, budget.last, budget.write = left_out + 1, facts, write
-            return None
+            return
         budget.logged, budget.last_at, budget.left_out, budget.last = budget.logged + 1, now, 0, {}
-        return {**facts, "left_out": left_out} if left_out else facts
+        write(event, **{**facts, "left_out": left_out} if left_out else facts)
 
 
 # -- the share of each uid ---------------------------------------------------------------------------------------------

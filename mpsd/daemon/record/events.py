@@ -63,15 +63,15 @@ class Events:
         self._counter = counter
         self._count = count
         self._age = age
-        rows = list(database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count))[::-1]
-        last = max(counter.last, int(str(rows[-1][0])) if rows else 0)
+        rows = [*database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count)][::-1]
+        last = max(counter.last, rows[-1][0] if rows else 0)
         if not counter.certain:
             # The numbers given before increased by less than one a microsecond.
             last = max(last, int(clock.now().timestamp() * 1e6))
         if not counter.certain or (rows and rows[-1][0] != last):
             self.lost = f"no event up to {last} is kept: the history was changed from outside"
             rows = []
-        stored = [(line, float(str(at))) for _, at, data in rows for line in str(data).encode().split(b"\n")][-count:]
+        stored = [(line, at) for _, at, data in rows for line in data.encode().split(b"\n")][-count:]
         self._lines, self._times = [line for line, _ in stored], [at for _, at in stored]
         self._next = last + 1
         self._base = self._next - len(stored)
@@ -79,8 +79,7 @@ class Events:
         self._first = self._base
         self._on_disk = self._base - (_SLACK if self.lost else 0)
         """The number of the first event that is still on disk, or less: events before a gap are deleted at once."""
-        noted = list(database.rows("SELECT value FROM notes WHERE name = 'turn'"))
-        self.batch = int(str(noted[0][0])) if noted else 0
+        self.batch: int = next((turn for (turn,) in database.rows("SELECT value FROM notes WHERE name = 'turn'")), 0)
         """The latest turn whose lease news are stored here."""
         self._batch = self.batch
         self._pending: list[tuple[float, bytes]] = []

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mpsd.core.errors import ConfigurationError, StorageError
 
@@ -187,7 +187,7 @@ class Database:
 
     # -- reading and writing ------------------------------------------------------------------------------------------
 
-    def rows(self, query: str, *values: object) -> Iterator[tuple[object, ...]]:
+    def rows(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a query one by one, so that thousands of rows need no memory at the same time."""
         return self._connection.execute(query, values)
 

@@ -347,7 +347,7 @@ class TestHook:
         self, make_node: Callable[..., Node], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
         """If mpsd is killed before it answers, the hook asks the next one."""
-        node = make_node(simulate=1, control=None).start()
+        node = make_node(simulate=1).start()
         lease = node.request("POST", "/v1/leases", {"fraction": 0.1, "holder": {"claim": {}}}).json["id"]
         hook = Hook(write(node, directory, lease), container.pid)
         variables = dict(each.split("=", 1) for each in hook.hook["env"])

@@ -93,7 +93,7 @@ def test_json(node: Node) -> None:
 
 def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
     """The explanation has the lease's position, the limit that it waits for, and how to release it."""
-    node = make_node(simulate=1, control=None).start()
+    node = make_node(simulate=1).start()
     assert node.request("POST", "/v1/leases", {"threads": 90, "memory": "1GiB"}).status == 201
     waiter = start_mpsctl(
         node.socket, "run", "--threads", "50", "--memory", "1GiB", "--wait", "60", "--name", "patient", "--", "true"

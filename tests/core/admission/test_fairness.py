@@ -1,4 +1,4 @@
-"""Admission in the long run: eight users that always want more than there is, for a simulated day.
+"""Admission in the long run: eight users that always want more than there is, for hours.
 
 Nothing here waits: a simulated second takes as long as its decisions. The seeds are fixed, so that a run is the same
 everywhere.
@@ -172,7 +172,8 @@ def test_fair(  # noqa: PLR0917
     last, and for those that overtake it within its patience.
     """
     day = Day.of(many_users, ask, mean, placement=placement, seed=seed)
-    day.run(hours * 3600, each=6)
+    # Shares take longer to become equal where a GPU has one user at a time.
+    day.run(hours * 3600 / (3 if many_users else 1), each=6)
     day.check_shares()
     assert day.stood <= day.desk.ledger.rules.patience + day.lasted
     # The user of the largest lease waits until all others have had as much, and no user waits longer.
@@ -180,7 +181,7 @@ def test_fair(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("many_users", [True, False], ids=["many", "one"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_fair_within_a_minute(many_users: bool, seed: int) -> None:  # noqa: FBT001 - it is what is compared
     """Fairness does not need hours: with 64 leases of a quarter for half a second, shares are equal after a minute."""
     day = Day.of(many_users, quarters, 0.5, seed=seed)

@@ -196,7 +196,7 @@ def test_it_is_whole(running: Any, operations: dict[str, Any]) -> None:
 
 def test_without_docstrings(make_node: Start, running: Any) -> None:
     """An mpsd whose Python drops docstrings and assertions serves the same document."""
-    node = make_node(control=None, fork_server=None, env={"PYTHONOPTIMIZE": "2"}).start()
+    node = make_node(fork_server=None, env={"PYTHONOPTIMIZE": "2"}).start()
     answer = node.get("/v1/openapi.json")
     assert (answer.status, answer.json) == (200, running)
 

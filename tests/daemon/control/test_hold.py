@@ -123,7 +123,7 @@ class TestReason:
     @pytest.mark.thorough
     def test_it_lasts(self, make_node: Start) -> None:
         """Every refusal states the reason, also from the next mpsd."""
-        node = make_node(simulate=1, control=None).start()
+        node = make_node(simulate=1).start()
         for verb, reason in (("hold", "a new fan"), ("drain", "driver 570, until 17:00"), ("drain", "ünïcode")):
             answer = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
             assert answer.status == 202
@@ -143,7 +143,7 @@ class TestReason:
 
     def test_after_a_restart(self, make_node: Start) -> None:
         """A daemon that was held before a restart is held after it, for the same reason."""
-        node = make_node(simulate=1, control=None).start()
+        node = make_node(simulate=1).start()
         node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a new fan"})
         assert node.mpsctl("restart", "gpu0").returncode == 0
         held = node.wait_for_state("gpu0", "held")
@@ -152,7 +152,7 @@ class TestReason:
     @pytest.mark.parametrize("reason", ["a\nb", "\x1b[2J", "\u202e", "x" * 201, 7, "\ud800"])
     def test_what_is_no_reason(self, make_node: Start, reason: object) -> None:
         """A reason is one printable line of at most 200 characters; anything else is refused and changes nothing."""
-        node = make_node(simulate=1, control=None).start()
+        node = make_node(simulate=1).start()
         for verb in ("hold", "drain", "restart"):
             refused = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
             assert (refused.status, refused.json["code"]) == (422, "invalid_request")
@@ -161,7 +161,7 @@ class TestReason:
     @needs_root
     def test_hints_by_role(self, make_node: Start) -> None:
         """A hint is an operator's command for operators, and a remaining action for others, also in a refusal."""
-        node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
+        node = make_node(simulate=1, config='[roles]\noperators = ["1001"]\n').start()
         operate(node, "hold")
         found = {}
         for uid in (1001, 1002):
@@ -183,7 +183,7 @@ class TestReason:
 
 def test_drained(make_node: Start) -> None:
     """A daemon that drains and one that has been drained are shown as different states."""
-    node = make_node(simulate=1, control=None).start()
+    node = make_node(simulate=1).start()
     lease = node.request("POST", "/v1/leases", SMALL).json["id"]
     operation = node.request("POST", "/v1/daemons/gpu0/drain", {}).json["id"]
     assert (node.daemons()["gpu0"]["state"], node.daemons()["gpu0"]["drained"]) == ("draining", False)

@@ -14,14 +14,17 @@ from mpsd.simulator.control import program as simulator
 from mpsd.system import clock
 from mpsd.system.files.database import Database, summed
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, MIB, event, program
+from tests.daemon.helpers import GIB, MIB, SWIFT, event, program
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
 pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
-CONFIG: Final = '[enforcement]\nattach = "{mode}"\nattach_window = 0.5\n[daemon]\nprobe_interval = 0.1\n'
+CONFIG: Final = '[enforcement]\nattach = "{mode}"\nattach_window = 0.5\n[daemon]\nprobe_interval = 0.3\n'
+
+PROMPT: Final = SWIFT | {"mpsd.daemon.control.replacement._RECOVERY": 1.0}
+"""`Node.durations` for tests that wait until a daemon is replaced."""
 
 _BUSY: Final = """
 case "$1" in -f) exec {command} "$@" ;; esac
@@ -256,7 +259,7 @@ def test_unforeseen_answer(make_node: Start, short_tmp: Path, question: str) -> 
 
 def test_replaced_when_unused(make_node: Start, short_tmp: Path) -> None:
     """A control daemon whose server answers in an unforeseen form is replaced once it is unused, and admits again."""
-    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"), durations=PROMPT)
     server = Server(node, short_tmp, "s/^get_device_pinned_mem_limit .*/1073741824 bytes/")
     node.start()
     before = node.daemons()["gpu0"]["pid"]
@@ -273,7 +276,7 @@ def test_replaced_when_unused(make_node: Start, short_tmp: Path) -> None:
 
 def test_fault_that_does_not_end(make_node: Start, short_tmp: Path) -> None:
     """A server whose fault outlasts its clients is replaced once it is unused."""
-    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"), durations=PROMPT)
     server = Server(node, short_tmp, "", "s/^ACTIVE$/FAULT/")
     node.start()
     before = node.daemons()["gpu0"]["pid"]

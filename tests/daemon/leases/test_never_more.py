@@ -1,6 +1,6 @@
 """Clients with an invented environment never get more than was open to them: real processes on a simulated node.
 
-MPSD_RUNS says how many clients of leases each mode has; a dozen when it is not set.
+MPSD_RUNS says how many clients of leases each mode has; six when it is not set.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
 pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
 
-RUNS: Final = int(os.environ.get("MPSD_RUNS", "12"))
+RUNS: Final = int(os.environ.get("MPSD_RUNS", "6"))
 TOGETHER: Final = 4
 
 _AS_ANOTHER: Final = """

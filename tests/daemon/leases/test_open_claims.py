@@ -179,7 +179,7 @@ class TestClaims:
     @needs_root
     def test_one_user_at_a_time(self, make_node: Start) -> None:
         """Where a daemon serves one user, a claim keeps other users out, and is taken when no other user is left."""
-        node = make_node(simulate=1, control=None, config='[daemon]\nusers = "one"\n').start()
+        node = make_node(simulate=1, config='[daemon]\nusers = "one"\n').start()
         lease = admitted(node, {"claim": {}})
         path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
@@ -201,7 +201,7 @@ class TestClaims:
 
     def test_returned(self, make_node: Start, sleeper: "subprocess.Popen[bytes]") -> None:
         """A claim whose daemon could not be opened to its taker is open again, also in the next mpsd."""
-        node = make_node(simulate=1, control=None, config=BRISK).start()
+        node = make_node(simulate=1, config=BRISK).start()
         lease = admitted(node, {"claim": {}})
         token = lease["env"]["MPSD_LEASE_TOKEN"]
         daemon = node.daemons()["gpu0"]["pid"]

@@ -63,7 +63,7 @@ def leased(node: Node) -> Iterator[Any]:
 
 def test_sums(make_node: Callable[..., Node], port: int) -> None:
     """The answer has sums and nothing about users, unless the configuration includes them."""
-    node = make_node(simulate=1, control=None, config=config(port)).start()
+    node = make_node(simulate=1, config=config(port)).start()
     event(node, "metrics_listening", address=f"127.0.0.1:{port}")
     with leased(node) as lease:
         status, body = ask(port)
@@ -79,7 +79,7 @@ def test_sums(make_node: Callable[..., Node], port: int) -> None:
 
 def test_nothing_else(make_node: Callable[..., Node], port: int) -> None:
     """The listener has no other path and no other method, and each connection gets one answer."""
-    node = make_node(simulate=1, control=None, config=config(port)).start()
+    node = make_node(simulate=1, config=config(port)).start()
     for path in ("/", "/v1/status", "/v1/leases", "/healthz", "/metrics/"):
         assert ask(port, "GET", path)[0] == 404, path
     for method in ("POST", "DELETE", "PUT", "OPTIONS"):
@@ -94,7 +94,7 @@ def test_nothing_else(make_node: Callable[..., Node], port: int) -> None:
 
 def test_not_listening_by_default(make_node: Callable[..., Node]) -> None:
     """Without the setting, mpsd does not listen on TCP."""
-    node = make_node(simulate=1, control=None).start()
+    node = make_node(simulate=1).start()
     process = Path("/proc") / str(node.pid)
     tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
     sockets = {f"socket:[{line.split()[9]}]" for table in tables for line in table.splitlines()[1:]}
@@ -109,7 +109,7 @@ def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
-        node = make_node(simulate=1, control=None, config=config(port)).start()
+        node = make_node(simulate=1, config=config(port)).start()
         event(node, "metrics_not_listening", address=f"127.0.0.1:{port}")
         assert any("cannot listen on" in note for note in node.get("/v1/status").json["notes"])
     wait_until(
@@ -122,7 +122,7 @@ def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
 class TestHostile:
     def test_nonsense(self, make_node: Callable[..., Node], port: int) -> None:
         """Bytes that are no request get a refusal or no answer, and mpsd continues to serve."""
-        node = make_node(simulate=1, control=None, config=config(port)).start()
+        node = make_node(simulate=1, config=config(port)).start()
         for raw in (
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
             b"GET /metrics HTTP/9.9\r\n\r\n",
@@ -139,7 +139,7 @@ class TestHostile:
 
     def test_many_connections(self, make_node: Callable[..., Node], port: int) -> None:
         """Excess connections are refused, silent ones are closed at the deadline, and the API continues to serve."""
-        node = make_node(simulate=1, control=None, config=config(port) + "[api]\nheader_deadline = 3\n").start()
+        node = make_node(simulate=1, config=config(port) + "[api]\nheader_deadline = 3\n").start()
         silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) for _ in range(80)]
         try:
             refused = [each for each in silent if b"429" in each.recv(16)]
@@ -154,7 +154,7 @@ class TestHostile:
 
     def test_a_flood(self, make_node: Callable[..., Node], port: int) -> None:
         """Scrapes without a pause share one answer a second, for which mpsd gathers the metrics once."""
-        node = make_node(simulate=1, control=None, config=config(port)).start()
+        node = make_node(simulate=1, config=config(port)).start()
         bodies = set[bytes]()
 
         def flood() -> None:

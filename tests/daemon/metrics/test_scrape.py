@@ -35,7 +35,7 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 @pytest.fixture(scope="module")
 def shared(node_for_all: Start) -> Node:
     """Start a node that no test changes."""
-    return node_for_all(control=None, config=ROLES).start()
+    return node_for_all(config=ROLES).start()
 
 
 def about(found: dict[str, float], text: str) -> dict[str, float]:
@@ -125,7 +125,7 @@ class TestSeries:
 
     def test_who_waits(self, make_node: Callable[..., Node], make_line: MakeLine) -> None:
         """The queue has series for its length, oldest request and users' classes; after the grant, the wait counts."""
-        node = make_node(simulate=1, control=None, config='[quota."*"]\nleases = 9\n').start()
+        node = make_node(simulate=1, config='[quota."*"]\nleases = 9\n').start()
         first = node.lease(threads=100, gpu="0")
         line = make_line(node)
         call, _ = line.waits(threads=100, memory="1GiB", gpu="0", wait=60)
@@ -184,7 +184,7 @@ def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
 
 def test_too_many_lines(make_node: Callable[..., Node]) -> None:
     """Events of a user beyond its share of the log still count."""
-    node = make_node(simulate=1, control=None, config="[api]\nlines_per_uid = 1\n").start()
+    node = make_node(simulate=1, config="[api]\nlines_per_uid = 1\n").start()
     for _ in range(12):
         lease = node.lease()["id"]
         node.request("DELETE", f"/v1/leases/{lease}")

@@ -41,8 +41,9 @@ class TestPod:
         pod.delete()
         cluster.await_nothing()
 
-    def test_a_program(self, cluster: DraCluster) -> None:
+    def test_a_program(self, make_cluster: MakeCluster) -> None:
         """The container's program finds its GPU under MPS, within its limits."""
+        cluster = make_cluster(control=None)
         pod = cluster.pod(cluster.claim(result("30", "4Gi")))
         container = pod.start("main", program(), more=outside(cluster.node))
         assert container.process.stdout is not None

@@ -40,7 +40,7 @@ class TestHealth:
 
     def test_a_gpu_with_lost_leases(self, make_cluster: MakeCluster) -> None:
         """Devices of a GPU on which mpsd refuses every request are unhealthy, whatever its control daemon's state."""
-        node = (cluster := make_cluster(simulate=2)).node
+        node = (cluster := make_cluster(simulate=2, control=None)).node
         with leased(node, "--threads", "10", "--memory", "1GiB", "--gpu", "0"):
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
             node.end(signal.SIGKILL)

@@ -15,15 +15,17 @@ from mpsd.core.doctor.finding import (
     Answers,
     Check,
     ClientSeen,
+    Finding,
     Mend,
     Observed,
     ProcessSeen,
-    Report,
     Result,
     ServiceSeen,
     SocketSeen,
     Verdict,
     examine,
+    fail,
+    warn,
 )
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind
@@ -177,23 +179,22 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str]:
     return Known(answers), ""
 
 
-def _reports(status: "answer_types.Status") -> Iterator[Report]:
+def _reports(status: "answer_types.Status") -> Iterator[Finding]:
     """Yield all that mpsd says about the node, the gravest first."""
     for reason in status["reasons"]:
-        verdict = "warn" if reason["kind"] == Kind.HOLD else "fail"  # an operator chose that
-        yield Report(verdict, reason["because"], reason["hint"], reason["subject"])
+        grave = warn if reason["kind"] == Kind.HOLD else fail  # an operator chose that
+        yield grave(reason["because"], reason["hint"], reason["subject"])
     for warning in status["warnings"]:
-        yield Report("warn", warning["because"], warning["hint"], warning["subject"])
+        yield warn(warning["because"], warning["hint"], warning["subject"])
     for violation in status["violations"]:
-        yield Report("warn", violation["because"], violation["hint"], f"pid {violation['pid']}")
+        yield warn(violation["because"], violation["hint"], f"pid {violation['pid']}")
     for daemon in status["daemons"]:
         if daemon["unknown_lines"]:
             latest = next(reversed(daemon["latest_unknown_lines"]), "")
             because = f"mpsd does not know {daemon['unknown_lines']} lines in the logs of {daemon['name']}: {latest!r}"
             hint = "a newer mpsd may know the words of this driver; for the latest of them: mpsctl daemons -o json"
-            yield Report("warn", because, hint, daemon["name"])
-    for note in status["notes"]:
-        yield Report("note", note)
+            yield warn(because, hint, daemon["name"])
+    yield from (Finding(Verdict.NOTE, note) for note in status["notes"])
 
 
 def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:

@@ -102,6 +102,14 @@ def count_row(default: int, help_: str, *, restart: bool = False) -> int:
     return row(default, setting_parsers.count, help_, restart=restart)
 
 
+def size_row(default: int, help_: str) -> int:
+    return row(default, setting_parsers.size, help_, unit="bytes")
+
+
+def names_row(default: tuple[str, ...], help_: str) -> tuple[str, ...]:
+    return row(default, setting_parsers.names, help_)
+
+
 def choice_row(default: E, help_: str, *, restart: bool = False) -> E:
     return row(default, setting_parsers.choice(type(default)), help_, restart=restart)
 
@@ -230,11 +238,8 @@ class ControlDaemon:
         " another uid than root may have caused do not count.",
     )
     death_window: float = duration_row(60.0, "How long a death counts towards `daemon.deaths`.")
-    log_size: int = row(
-        16 * MIB,
-        setting_parsers.size,
-        "Size that NVIDIA's control.log and server.log may each reach before their older half is removed.",
-        unit="bytes",
+    log_size: int = size_row(
+        16 * MIB, "Size that NVIDIA's control.log and server.log may each reach before their older half is removed."
     )
 
 
@@ -345,9 +350,7 @@ class Admission:
         "Maximum sum of the threads that are granted on a GPU, as a multiple of 100 %.",
         unit="factor",
     )
-    memory_reserve: int = row(
-        512 * MIB, setting_parsers.size, "Memory of each GPU that is never granted.", unit="bytes"
-    )
+    memory_reserve: int = size_row(512 * MIB, "Memory of each GPU that is never granted.")
     queue_length: int = count_row(1000, "Maximum number of requests that wait at the same time.")
     queue_per_uid: int = count_row(128, "Maximum number of requests of one uid that wait at the same time.")
     leases: int = count_row(20_000, "Maximum number of leases on the node, including requests that wait.")
@@ -390,21 +393,17 @@ class Roles:
     counts only outside containers (`daemon.http.peer`).
     """
 
-    observers: tuple[str, ...] = row((), setting_parsers.names, "Users and %groups that may read; `*` means all users.")
-    users: tuple[str, ...] = row(
-        ("*",),
-        setting_parsers.names,
-        "Users and %groups that may read, take out leases, and end their own leases; `*` means all users.",
+    observers: tuple[str, ...] = names_row((), "Users and %groups that may read; `*` means all users.")
+    users: tuple[str, ...] = names_row(
+        ("*",), "Users and %groups that may read, take out leases, and end their own leases; `*` means all users."
     )
-    operators: tuple[str, ...] = row(
+    operators: tuple[str, ...] = names_row(
         (),
-        setting_parsers.names,
         "Users and %groups that may also hold, drain (without a timeout) and resume control daemons, from inside a"
         " container too; `*` means all users.",
     )
-    admins: tuple[str, ...] = row(
+    admins: tuple[str, ...] = names_row(
         (),
-        setting_parsers.names,
         "Users and %groups that may do everything, including ending the leases of others, except from inside a"
         " container; `*` means all users.",
     )
@@ -444,12 +443,10 @@ class History:
     seconds: float = duration_row(3600.0, "Time for which samples of a second are kept.")
     minutes: float = duration_row(604_800.0, "Time for which samples of a minute are kept.")
     hours: float = duration_row(31_622_400.0, "Time for which samples of an hour, and ended leases, are kept.")
-    size: int = row(
+    size: int = size_row(
         64 * MIB,
-        setting_parsers.size,
         "Maximum size on disk: a quarter for the samples of each length, and a quarter for leases. Beyond that, mpsd"
         " removes the oldest before their time.",
-        unit="bytes",
     )
 
 

@@ -49,7 +49,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
 
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
     found = settings.parse(read_text(config, _CONFIG) or "", os.environ, options)
-    settings.check_capabilities(found, capabilities.own_set("CapEff"))
+    settings.check_capabilities(found, capabilities.effective())
     started = program(found, Log(found.log_format))
     if found.resources is Offer.DRA:
         place = api_server.place(found, os.environ)

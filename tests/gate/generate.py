@@ -14,12 +14,11 @@ from typing import Final
 from mpsd.core.configuration.document import render
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
-from mpsd.core.events import EventName
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
 from mpsd.core.settings import rows, rows_of
-from tests.catalogued import COMMON, FACTS, facts_of
 from tests.gate import completions, manual, protocol
 from tests.gate.source import imports, modules
 

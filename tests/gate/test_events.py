@@ -7,9 +7,8 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core.events import EventName
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.daemon.leases.group_commit import WARNINGS
-from tests.catalogued import COMMON, FACTS, facts_of
 from tests.gate.source import modules, nodes
 
 LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error"}

@@ -31,17 +31,6 @@ def known(reading: Reading[T]) -> T | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A sentence of a running mpsd about its node: a reason, a warning, a violation or a note."""
-
-    verdict: str
-    """The verdict that it deserves: `fail`, `warn` or `note`."""
-    because: str
-    hint: str | None = None
-    subject: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Answers:
     """A running mpsd's answers."""
 
@@ -49,7 +38,8 @@ class Answers:
     simulated: bool
     settings: Reading[Settings]
     """The settings in force."""
-    reports: tuple[Report, ...] = ()
+    reports: "tuple[Finding, ...]" = ()
+    """Its own sentences about its node: reasons, warnings, violations and notes."""
     daemons: frozenset[int] = frozenset()
     """The pids of its control daemons."""
     servers: frozenset[int] = frozenset()
@@ -286,14 +276,6 @@ class SharedMemoryPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNode:
-    """A device file of NVIDIA's driver; its mode is None where it does not exist."""
-
-    path: Path
-    mode: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class LogLine:
     """A line of the kernel's log, or of auditd's."""
 
@@ -315,7 +297,8 @@ class HostSeen:
     shared_memory: Reading[SharedMemoryPlace]
     logs: Mapping[str, Reading[tuple[LogLine, ...]]] = field(default_factory=dict)
     """The latest lines of the kernel's log, and of auditd's, which keeps denials out of it; empty without auditd."""
-    devices: tuple[DeviceNode, ...] = ()
+    devices: Mapping[Path, int | None] = field(default_factory=dict)
+    """The modes of the device files of NVIDIA's driver; None for one that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

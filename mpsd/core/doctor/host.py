@@ -148,19 +148,19 @@ def _shared(seen: Observed, own: SharedMemoryPlace) -> Iterator[Finding]:
 def _devices(seen: Observed) -> Iterator[Finding]:
     if seen.gpus.simulated:
         return
-    if isinstance(seen.gpus.node, Unknown) and all(each.mode is None for each in seen.host.devices):
+    if isinstance(seen.gpus.node, Unknown) and all(mode is None for mode in seen.host.devices.values()):
         yield unknown("no driver is loaded, so there are no device files")
         return
-    for each in seen.host.devices:
-        path = str(each.path)
-        if each.mode is None:
+    for file, mode in seen.host.devices.items():
+        path = str(file)
+        if mode is None:
             because = f"{path} does not exist, and a server that runs as its client's uid cannot create it"
             remedy = "nvidia-modprobe -u -c=0; or give the container its GPUs (--gpus all)"
             yield fail(because, remedy, path, path=path, mode=None)
-        elif each.mode & _DEVICE != _DEVICE:
-            because = f"{path} has mode {each.mode:04o}: servers of other uids than its owner cannot open it"
+        elif mode & _DEVICE != _DEVICE:
+            because = f"{path} has mode {mode:04o}: servers of other uids than its owner cannot open it"
             remedy = "set NVreg_DeviceFileMode=0666 for the nvidia module, or add every user to its group"
-            yield warn(because, remedy, path, path=path, mode=f"{each.mode:04o}")
+            yield warn(because, remedy, path, path=path, mode=f"{mode:04o}")
 
 
 @check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.")

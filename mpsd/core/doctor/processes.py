@@ -305,6 +305,8 @@ class Framework:
     """The part that it takes by default. Source: its own documentation."""
     option: str
     """The argument or variable that changes the part."""
+    otherwise: str = ""
+    """A second variable, which turns the immediate allocation off."""
 
 
 _BY_ARGUMENT: Final = {
@@ -312,13 +314,10 @@ _BY_ARGUMENT: Final = {
     "sglang": Framework("SGLang", 0.85, "--mem-fraction-static"),
 }
 _BY_LIBRARY: Final = {
-    "jaxlib": Framework("JAX", 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    "jaxlib": Framework("JAX", 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     "tensorflow": Framework("TensorFlow", 1.0, "TF_FORCE_GPU_ALLOW_GROWTH"),
 }
 LIBRARIES: Final = frozenset(_BY_LIBRARY)
-
-_OTHERWISE: Final = {"JAX": "XLA_PYTHON_CLIENT_PREALLOCATE"}
-"""A second variable that turns the immediate allocation off."""
 
 
 def _unreadable(seen: Observed) -> Iterator[Finding]:
@@ -387,8 +386,7 @@ def _framework_of(each: ClientSeen) -> Framework | None:
     variables = known(each.variables)
     for library, framework in _BY_LIBRARY.items():
         if library in each.frameworks and variables is not None:
-            names = {framework.option, _OTHERWISE.get(framework.name)}
-            return framework if names.isdisjoint(variables) else None
+            return framework if {framework.option, framework.otherwise}.isdisjoint(variables) else None
     return None
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core import reload
-from mpsd.core.doctor.finding import Finding, Observed, Verdict, check, fail, known, unknown, unread, warn
+from mpsd.core.doctor.finding import Finding, Observed, check, fail, known, unknown, unread, warn
 from mpsd.core.model import Unknown
 from mpsd.core.settings import Settings
 
@@ -162,8 +162,7 @@ def _node(seen: Observed) -> Iterator[Finding]:
     if answers is None:
         yield unknown("mpsd does not answer")
         return
-    for each in answers.reports:
-        yield Finding(Verdict(each.verdict), each.because, {}, each.hint, each.subject)
+    yield from answers.reports
 
 
 CHECKS: Final = (_mpsd, _version, _configuration, _unit, _node)

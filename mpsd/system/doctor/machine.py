@@ -1,12 +1,13 @@
 """The machine from the calling user's view: namespaces, /dev/shm, the kernel's log, and what may deny access."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mpsd.core.doctor.finding import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
+from mpsd.core.doctor.finding import HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock
 from mpsd.system.host import host_environment
@@ -62,7 +63,7 @@ def look(variables: Mapping[str, str]) -> HostSeen:
         first_pid_namespace=namespace.stat().st_ino == host_environment.FIRST_PID_NAMESPACE,
         shared_memory=_shared_memory(host_environment.SHARED_MEMORY),
         logs={"kernel": kernel_log(Path("/dev/kmsg")), "audit": audit_log(Path("/var/log/audit/audit.log"))},
-        devices=tuple(_device(path) for path in _devices(Path("/dev"))),
+        devices={path: _mode(path) for path in _devices(Path("/dev"))},
     )
 
 
@@ -130,8 +131,7 @@ def _devices(directory: Path) -> list[Path]:
     return [directory / "nvidiactl", directory / "nvidia-uvm", *numbered]
 
 
-def _device(path: Path) -> DeviceNode:
-    try:
-        return DeviceNode(path, path.stat().st_mode & 0o7777)
-    except OSError:
-        return DeviceNode(path, None)
+def _mode(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mode & 0o7777
+    return None

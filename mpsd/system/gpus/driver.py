@@ -76,7 +76,7 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
             return Driver(program, _server(program, root), libraries)
     if os.sep not in control:
         for each in roots if root is None else (root,):
-            there = _first(each, _PROGRAMS, control)
+            there = _program(each, control)
             if there is not None:
                 return Driver(there, _server(there, each), _libraries(each))
     if os.sep in control:
@@ -95,8 +95,8 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
     )
 
 
-def _first(root: Path, places: Sequence[str], name: str) -> Path | None:
-    found = (root / place / name for place in places)
+def _program(root: Path, name: str) -> Path | None:
+    found = (root / place / name for place in _PROGRAMS)
     return next((each for each in found if os.access(each, os.X_OK)), None)
 
 
@@ -121,7 +121,7 @@ def _server(control: Path, root: Path | None) -> Path | None:
     if os.access(beside, os.X_OK):
         return beside
     if root is not None:
-        return _first(root, _PROGRAMS, _SERVER)
+        return _program(root, _SERVER)
     found = shutil.which(_SERVER)
     return Path(found).absolute() if found is not None else None
 

@@ -74,7 +74,7 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             "a volume there that clients mount under the same path: hostPath, emptyDir, -v",
         )
     if os.geteuid() == 0:  # an mpsd of any other uid serves only that uid
-        for name, without in lacking(settings, capabilities.own_set("CapEff")):
+        for name, without in lacking(settings, capabilities.effective()):
             yield Missing(
                 name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
             )

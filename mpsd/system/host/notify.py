@@ -65,7 +65,7 @@ class ServiceManager:
         return cls(
             address,
             watchdog=watchdog / 1_000_000 if watchdog else None,
-            listener=_listener(_FIRST) if count else None,
+            listener=_listener() if count else None,
             journal=Journal() if is_behind(_STDERR, environ.get("JOURNAL_STREAM", "")) else None,
         )
 
@@ -118,10 +118,10 @@ def _number(environ: MutableMapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _listener(descriptor: int) -> socket.socket:
-    """Return the listening unix socket of a descriptor that was passed. Raises ConfigurationError."""
+def _listener() -> socket.socket:
+    """Return the listening unix socket that was passed. Raises ConfigurationError."""
     with contextlib.suppress(OSError):
-        listener = socket.socket(fileno=descriptor)
+        listener = socket.socket(fileno=_FIRST)
         listener.set_inheritable(False)
         listener.setblocking(False)
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -152,10 +152,10 @@ class LogFollower:
         try:
             if _found_again(descriptor, self.position) != self.position:
                 return 0  # the file was replaced since the last read, and nothing of it was read yet
-            if self._collapses and _fallocate(descriptor, _COLLAPSE, 0, length):
+            if self._collapses and _fallocate(descriptor, _COLLAPSE, length):
                 self.position = replace(self.position, offset=self.position.offset - length)
                 return length
-            if _fallocate(descriptor, _PUNCH_HOLE, 0, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
+            if _fallocate(descriptor, _PUNCH_HOLE, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
                 return max(0, taken - os.fstat(descriptor).st_blocks * 512)
             raise OSError(
                 errno.EOPNOTSUPP, "this file system supports neither collapsing nor punching a range", str(self._path)
@@ -184,9 +184,9 @@ def _found_again(descriptor: int, position: Position) -> Position:
     return Position(found.st_ino, 0, b"")
 
 
-def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> bool:
-    """Call fallocate(2); False when the file system does not support the mode."""
-    if _libc.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)) == 0:
+def _fallocate(descriptor: int, mode: int, length: int) -> bool:
+    """Call fallocate(2) for the beginning of a file; False when the file system does not support the mode."""
+    if _libc.fallocate(descriptor, mode, ctypes.c_int64(0), ctypes.c_int64(length)) == 0:
         return True
     number = ctypes.get_errno()
     if number in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:

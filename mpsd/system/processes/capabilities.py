@@ -27,9 +27,9 @@ _threads: Final[dict[frozenset[Capability], ThreadPoolExecutor]] = {}
 """The threads that start programs, by the capabilities that these may have."""
 
 
-def own_set(name: str) -> int:
-    """Return a capability set of this process as a bit mask, by its name in /proc/PID/status, such as `CapEff`."""
-    return int(proc.status("self", name)[0], 16)
+def effective() -> int:
+    """Return the effective capabilities of this process as a bit mask."""
+    return int(proc.status("self", "CapEff")[0], 16)
 
 
 @cache
@@ -39,13 +39,13 @@ def can_serve_users() -> bool:
     Without SETUID, a control daemon of root starts the server as root (measured, 470 and 535) or not at all (550 and
     555).
     """
-    return os.geteuid() != 0 or bool(own_set("CapEff") & 1 << Capability.SETUID)
+    return os.geteuid() != 0 or bool(effective() & 1 << Capability.SETUID)
 
 
 @cache
 def can_drop() -> bool:
     """Tell whether this process may drop capabilities of programs that it starts; without root it has none to drop."""
-    return os.geteuid() == 0 and bool(own_set("CapEff") & 1 << Capability.SETPCAP)
+    return os.geteuid() == 0 and bool(effective() & 1 << Capability.SETPCAP)
 
 
 def without(allowed: frozenset[Capability], start: Callable[[], T]) -> T:

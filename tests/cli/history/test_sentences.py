@@ -11,8 +11,7 @@ import pytest
 from mpsd.cli.history.sentences import line, sentence
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look
-from mpsd.core.events import EventName
-from tests.catalogued import facts_of
+from mpsd.core.events import EventName, facts_of
 
 THEN = "2026-11-21T02:57:00.5Z"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"

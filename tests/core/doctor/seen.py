@@ -10,7 +10,6 @@ from mpsd.core.doctor.finding import (
     Answers,
     ClientSeen,
     ConfigurationSeen,
-    DeviceNode,
     FilesSeen,
     Finding,
     GpuSeen,
@@ -24,11 +23,11 @@ from mpsd.core.doctor.finding import (
     Observed,
     PipeDirectorySeen,
     ProcessSeen,
-    Report,
     ServiceSeen,
     SharedMemoryPlace,
     SocketSeen,
     Space,
+    Verdict,
     examine,
 )
 from mpsd.core.doctor.table import CHECKS
@@ -123,7 +122,7 @@ WELL: Final = Observed(
         first_pid_namespace=True,
         shared_memory=Known(SharedMemoryPlace("tmpfs", 32 * GIB, 31 * GIB, 0o1777, False, DEVICE)),
         logs={"kernel": Known((LogLine(9.0, "usb 1-1: new device"),)), "audit": Known(())},
-        devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
+        devices={Path("/dev/nvidiactl"): 0o666, Path("/dev/nvidia-uvm"): 0o666},
     ),
     clients=Known(()),
 )
@@ -173,7 +172,7 @@ def answers(**otherwise: Any) -> Observed:
 
 def report(verdict: str, because: str, subject: str = "gpu0") -> Observed:
     """Return the node with a sentence of mpsd about it."""
-    return answers(reports=(Report(verdict, because, "what to do", subject),))
+    return answers(reports=(Finding(Verdict(verdict), because, {}, "what to do", subject),))
 
 
 def unit(**otherwise: str) -> Observed:

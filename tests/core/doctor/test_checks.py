@@ -11,7 +11,6 @@ from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.finding import (
     ClientSeen,
     ConfigurationSeen,
-    DeviceNode,
     Left,
     Library,
     LoggedVersions,
@@ -285,11 +284,11 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("shm", shm(free=MIB), "warn", "1MiB are left"),
     (
         "device-nodes",
-        host(devices=(DeviceNode(Path("/dev/nvidia-uvm"), None),)),
+        host(devices={Path("/dev/nvidia-uvm"): None}),
         "fail",
         "/dev/nvidia-uvm does not exist",
     ),
-    ("device-nodes", host(devices=(DeviceNode(Path("/dev/nvidia0"), 0o660),)), "warn", "0660"),
+    ("device-nodes", host(devices={Path("/dev/nvidia0"): 0o660}), "warn", "0660"),
     ("kernel", host(kernel="4.18.0-553"), "fail", "4.18.0-553"),
     ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
     ("kernel", host(kernel="strange"), "unknown", "strange"),

@@ -88,7 +88,7 @@ def test_this_machine() -> None:
     mount = subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True, check=True)
     assert place.file_system == mount.stdout.strip()
     assert (host.uid, host.variables, host.kernel) == (os.geteuid(), {"CUDA_X": "1"}, os.uname().release)
-    assert [str(each.path) for each in host.devices][:2] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+    assert [str(each) for each in host.devices][:2] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

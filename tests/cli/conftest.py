@@ -13,6 +13,7 @@ import pytest
 
 from tests import real
 from tests.daemon.caller import NOBODY
+from tests.daemon.conftest import make_node  # noqa: F401 - a fixture
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
 from tests.node import Node, running

@@ -1,4 +1,4 @@
-"""mpsd is killed by SIGKILL hundreds of times, at every store operation and at random, and honours all its answers.
+"""mpsd is killed by SIGKILL over a hundred times, at every store operation and at random, and honours all its answers.
 
 The number of kills is MPSD_KILLS, 140 by default.
 """

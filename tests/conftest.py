@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,6 +170,14 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
     path.mkdir(mode=0o700)
     yield path
     remove_tree(path)
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Yield an idle process, which can hold leases."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
 
 
 # -- what is not on every machine --------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Leases across a restart of mpsd: holders that died, reused pids, other boots, ten thousand leases."""
 
 import asyncio
-import json
 import os
 import signal
 import sqlite3
@@ -39,6 +38,7 @@ from mpsd.system.processes import process
 from tests.daemon.caller import calling
 from tests.durability.conftest import Start
 from tests.durability.load import Holders
+from tests.durability.streams import events
 from tests.harness import eventually, wait_until
 from tests.node import Node, as_listed
 
@@ -149,12 +149,6 @@ def test_reboot(make_node: Start) -> None:
     assert leases(node) == {}
     assert node.get(f"/v1/leases/{lease['id']}").status == 404
     assert [line["seq"] for line in events(node, after=last)][:2] == [last + 1, last + 2]
-
-
-def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
-    answer = node.get(f"/v1/events?after={after}")
-    assert answer.status == 200, answer.json
-    return [json.loads(line) for line in answer.body.splitlines()]
 
 
 def test_ten_thousand(make_node: Start) -> None:

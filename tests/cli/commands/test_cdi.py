@@ -10,7 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,14 +71,6 @@ def claim(node: Node) -> Callable[..., Any]:
         return answer.json
 
     return claim
-
-
-@pytest.fixture
-def container() -> Iterator["subprocess.Popen[bytes]"]:
-    """Yield an idle process for a container."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
 
 
 def device(path: Path) -> Any:
@@ -209,15 +201,15 @@ class TestList:
 
 class TestHook:
     def test_takes(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """The hook takes the claim for the container's process; a second container fails with the reason."""
         lease = claim()["id"]
         path = write(node, directory, lease)
-        done = Hook(path, container.pid).call()
+        done = Hook(path, sleeper.pid).call()
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         (holder,) = state_of(node, lease)["holders"]
-        assert (holder["kind"], holder["pid"]) == ("process", container.pid)
+        assert (holder["kind"], holder["pid"]) == ("process", sleeper.pid)
         with subprocess.Popen(["sleep", "600"]) as other:
             try:
                 again = Hook(path, other.pid).call()
@@ -225,35 +217,35 @@ class TestHook:
                 other.kill()
         assert again.returncode == 75
         assert "[already_claimed]" in again.stderr
-        assert [each["pid"] for each in state_of(node, lease)["holders"]] == [container.pid]
-        container.kill()
+        assert [each["pid"] for each in state_of(node, lease)["holders"]] == [sleeper.pid]
+        sleeper.kill()
         wait_until(lambda: state_of(node, lease)["state"] == "ended", what="the lease to end with the container")
 
     def test_again(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """A hook that lost its answer gets the same answer again."""
         path = write(node, directory, claim()["id"])
-        assert [Hook(path, container.pid).call().returncode for _ in range(2)] == [0, 0]
+        assert [Hook(path, sleeper.pid).call().returncode for _ in range(2)] == [0, 0]
 
     def test_ended(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """The device of an ended lease fails the container, with the reason of the end."""
         lease = claim()["id"]
         path = write(node, directory, lease)
         node.request("DELETE", f"/v1/leases/{lease}")
-        done = Hook(path, container.pid).call()
+        done = Hook(path, sleeper.pid).call()
         assert done.returncode == 1
         assert f"{lease} has ended: {as_here(f'uid {os.getuid()}')} released it" in done.stderr
 
     @pytest.mark.parametrize("value", ["/nobody-here", "", "/tmp"])
     def test_another_pipe_directory(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]", value: str
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]", value: str
     ) -> None:
         """A container whose program would not find MPS fails, and takes nothing."""
         lease = claim()["id"]
-        hook = Hook(write(node, directory, lease), container.pid, env={"CUDA_MPS_PIPE_DIRECTORY": value})
+        hook = Hook(write(node, directory, lease), sleeper.pid, env={"CUDA_MPS_PIPE_DIRECTORY": value})
         done = hook.call()
         assert done.returncode == 77
         assert "would run outside MPS, without limits" in done.stderr
@@ -261,11 +253,11 @@ class TestHook:
 
     @pytest.mark.parametrize("state", ["", "{}", '{"pid": 0, "bundle": "/"}', '{"pid": 17, "bundle": "/nobody-here"}'])
     def test_no_state(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]", state: str
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]", state: str
     ) -> None:
         """A caller without a container gets an explanation."""
         lease = claim()["id"]
-        done = Hook(write(node, directory, lease), container.pid).call(state=state)
+        done = Hook(write(node, directory, lease), sleeper.pid).call(state=state)
         assert done.returncode in {1, 2}
         assert "mpsctl: " in done.stderr
         assert [each["kind"] for each in state_of(node, lease)["holders"]] == ["claim"]
@@ -281,22 +273,22 @@ class TestHook:
 
     @needs_root
     def test_uid(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """From then on the lease belongs to the uid of the container's program, not to the runtime's."""
         lease = claim()["id"]
-        assert Hook(write(node, directory, lease), container.pid, uid=2601).call().returncode == 0
+        assert Hook(write(node, directory, lease), sleeper.pid, uid=2601).call().returncode == 0
         assert state_of(node, lease)["owner"]["uid"] == 2601
 
     @needs_root
     def test_at_once(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """Claims for any user do not exclude each other where a control daemon serves one user at a time."""
         first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
         with subprocess.Popen(["sleep", "600"]) as other:
             try:
-                done = [Hook(first, container.pid, uid=2601).call(), Hook(second, other.pid, uid=2601).call()]
+                done = [Hook(first, sleeper.pid, uid=2601).call(), Hook(second, other.pid, uid=2601).call()]
                 third = Hook(write(node, directory, claim(gpu="1")["id"]), other.pid, uid=2602).call()
             finally:
                 other.kill()
@@ -304,11 +296,11 @@ class TestHook:
 
     @needs_root
     def test_another_user_there(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """Beside another user's container on such a control daemon, a container fails with the reason."""
         first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
-        assert Hook(first, container.pid, uid=2601).call().returncode == 0
+        assert Hook(first, sleeper.pid, uid=2601).call().returncode == 0
         with subprocess.Popen(["sleep", "600"]) as other:
             try:
                 done = Hook(second, other.pid, uid=2602).call()
@@ -319,11 +311,11 @@ class TestHook:
 
     @needs_root
     def test_another_uid(
-        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+        self, node: Node, claim: Callable[..., Any], directory: Path, sleeper: "subprocess.Popen[bytes]"
     ) -> None:
         """A claim for one uid is not taken by a container of another."""
         lease = claim(holder={"claim": {"uid": 2601}})["id"]
-        done = Hook(write(node, directory, lease), container.pid, uid=2602).call()
+        done = Hook(write(node, directory, lease), sleeper.pid, uid=2602).call()
         assert done.returncode == 77
         assert "claimed for uid 2601" in done.stderr
         assert [each["kind"] for each in state_of(node, lease)["holders"]] == ["claim"]
@@ -343,13 +335,11 @@ class TestHook:
         assert done.returncode == 2
         assert "uid 5 of the container is not mapped" in done.stderr
 
-    def test_restart(
-        self, make_node: Callable[..., Node], directory: Path, container: "subprocess.Popen[bytes]"
-    ) -> None:
+    def test_restart(self, make_node: Callable[..., Node], directory: Path, sleeper: "subprocess.Popen[bytes]") -> None:
         """If mpsd is killed before it answers, the hook asks the next one."""
         node = make_node(simulate=1).start()
         lease = node.request("POST", "/v1/leases", {"fraction": 0.1, "holder": {"claim": {}}}).json["id"]
-        hook = Hook(write(node, directory, lease), container.pid)
+        hook = Hook(write(node, directory, lease), sleeper.pid)
         variables = dict(each.split("=", 1) for each in hook.hook["env"])
         os.kill(node.pid, signal.SIGSTOP)
         with subprocess.Popen(hook.hook["args"], stdin=subprocess.PIPE, env=variables, cwd="/", text=True) as waiting:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ from tests.harness import wait_until
 from tests.node import Node
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
-
-
-@pytest.fixture
-def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Yield an idle process that can hold leases."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
 
 
 def admitted(node: Node, *arguments: str) -> Any:

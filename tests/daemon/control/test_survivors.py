@@ -11,6 +11,7 @@ import pytest
 from mpsd.simulator.devices import Setting, set_setting
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, waiting
+from tests.daemon.control.test_stopped_servers import attached
 from tests.daemon.helpers import BRISK, event, is_running, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
@@ -26,11 +27,6 @@ LOST: Final = "clients_lost"
 def node(make_node: Start) -> Node:
     """Start a node of simulated parts, whose servers end with their control daemons."""
     return make_node(simulate=2, control=None, config=BRISK).start()
-
-
-def attached(node: Node, client: SimulatedClient) -> str:
-    lease: str = event(node, "client_attributed", client=client.pid)["lease"]
-    return lease
 
 
 def warnings(node: Node) -> list[dict[str, Any]]:

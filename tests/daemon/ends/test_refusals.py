@@ -12,25 +12,20 @@ from tests.daemon.ends.clients import (
     BUSY,
     asked,
     ends,
-    lease_of,
     steps,
     take_command,
     target,
     unharmed,
 )
+from tests.daemon.ends.test_ends import by_release
 from tests.daemon.helpers import BRISK, event, is_running, kill
 from tests.harness import look_at, wait_until
 from tests.node import Node
-from tests.simulated_clients import SimulatedClient
 
 pytestmark = pytest.mark.thorough
 
 CONFIG: Final = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.4\n" + BRISK
 LONG_GRACE: Final = "[enforcement]\ngrace = 60.0\nterminate_deadline = 0.4\n" + BRISK
-
-
-def release(node: Node, client: SimulatedClient) -> None:
-    assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
 
 
 def suspicions(node: Node, because: str) -> list[dict[str, Any]]:
@@ -46,7 +41,7 @@ def test_client_that_exits_without_mpsd(make_node: Start, short_tmp: Path) -> No
     node.start()
     with target(node) as client:
         client.do("ignore TERM")
-        release(node, client)
+        by_release(node, client)
         event(node, "client_forced", pid=client.pid, step="SIGTERM")
         node.end(signal.SIGKILL)
         client.kill()
@@ -62,7 +57,7 @@ def test_server_that_did_not_return(make_node: Start) -> None:
     with target(node) as other, target(node) as client:
         other.loop(BUSY / 10)
         client.launch(100.0)
-        release(node, client)
+        by_release(node, client)
         wait_until(lambda: [each for each in ends(node) if each["late"]], what="the answer to be late")
         node.end(signal.SIGKILL)
         node.start(ready=False)
@@ -78,7 +73,7 @@ def test_mpsd_dies_when_the_answer_is_late(make_node: Start) -> None:
     with target(node) as other, target(node) as client:
         other.loop(BUSY / 10)
         client.launch(100.0)
-        release(node, client)
+        by_release(node, client)
         (end,) = wait_until(lambda: [each for each in ends(node) if each["pending"]], what="its server to be asked")
         node.end(signal.SIGKILL)
         kill(end["pending"]["front_end"]["pid"])
@@ -104,7 +99,7 @@ def test_asked_again_later(make_node: Start) -> None:
     with target(node) as other, target(node) as client:
         other.loop(BUSY / 10)
         client.launch(100.0)
-        release(node, client)
+        by_release(node, client)
         event(node, "client_not_ended", pid=client.pid)
         assert asked(node, client.pid) == 3
         node.end(signal.SIGKILL)
@@ -131,7 +126,7 @@ def test_contexts_that_a_fault_ended(make_node: Start, short_tmp: Path) -> None:
     node.start()
     with target(node) as other, target(node) as client:
         (short_tmp / "bin" / "hidden").write_text(str(other.pid))  # so that it is not ended as well
-        release(node, client)
+        by_release(node, client)
         event(node, "client_not_ended", pid=client.pid)
         assert set(steps(node, client.pid)) == {"terminate_client"}
         other.do("fault")

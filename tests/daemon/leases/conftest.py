@@ -1,7 +1,6 @@
 """Nodes for the tests of admission, and a line of callers in front of each node."""
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.daemon.leases import holding
 from tests.daemon.leases.line import Line
 from tests.node import Node
 
-__all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node", "node_for_all", "one", "sleeper"]
+__all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node", "node_for_all", "one"]
 
 MakeLine = Callable[[Node], Line]
 """Makes a line of callers in front of a node."""
@@ -56,11 +55,3 @@ def make_line() -> Iterator[MakeLine]:
 def node(make_node: Start) -> Node:
     """Start a node whose control daemon serves many users."""
     return make_node(simulate=1, control=None, config=holding.MANY if os.geteuid() == 0 else "").start()
-
-
-@pytest.fixture
-def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Return a process that sleeps and can hold leases."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()

@@ -6,8 +6,9 @@ import pytest
 
 from mpsd.core.settings import Attach
 from tests.daemon.conftest import Start
+from tests.daemon.ends.clients import steps
 from tests.daemon.helpers import GIB, event
-from tests.daemon.leases.test_violations import GRACE, TERMINATE, look, steps
+from tests.daemon.leases.test_violations import GRACE, TERMINATE, look
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient

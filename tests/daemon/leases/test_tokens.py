@@ -14,6 +14,7 @@ import pytest
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
+from tests.daemon.leases.test_attribution import lease
 from tests.harness import look_at, wait_until
 from tests.node import TOKEN, Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
@@ -37,11 +38,6 @@ on_violation = "terminate"
 @pytest.fixture
 def node(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config="").start()
-
-
-def lease(node: Node, lease_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = node.get(f"/v1/leases/{lease_id}").json
-    return found
 
 
 def only_lease(node: Node) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mpsd.simulator.client import program as client_program
 from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
+from tests.daemon.ends.clients import steps
 from tests.daemon.helpers import BRISK, GIB, MIB, event, holding, is_running, needs_last_pid, program, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Node
@@ -45,11 +46,6 @@ def environment(granted: dict[str, Any]) -> dict[str, str]:
 def look(node: Node, granted: dict[str, Any]) -> None:
     """Have mpsd read the GPUs, which it does by itself every ten seconds."""
     assert node.get(f"/v1/leases/{granted['id']}/verify").status == 200
-
-
-def steps(node: Node, pid: int) -> list[str]:
-    """Return the steps that were taken to end a client."""
-    return [line["step"] for line in node.events("client_forced", pid=pid)]
 
 
 def over(node: Node, **facts: object) -> None:

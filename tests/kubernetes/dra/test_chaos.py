@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.conftest import dice
 from tests.chaos.test_chaos import KILLS, LAST_WORDS
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.kubernetes.dra.cluster import opaque, result
 from tests.kubernetes.dra.with_kubelet import WithKubelet
 from tests.kubernetes.plugin.cluster import RefusedError, StandInPod
-from tests.kubernetes.plugin.test_chaos import MOST, Chaos, dice
+from tests.kubernetes.plugin.test_chaos import MOST, Chaos
 from tests.node import Node
 
 __all__ = ["dice"]

@@ -21,11 +21,14 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.conftest import dice
 from tests.chaos.test_chaos import KILLS, LAST_WORDS
 from tests.control_groups import mounted
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn, StandInPod
 from tests.kubernetes.plugin.conftest import MakeCluster
+
+__all__ = ["dice"]
 
 pytestmark = [
     pytest.mark.root("name control groups for others"),
@@ -204,14 +207,6 @@ def _word(text: str) -> str:
         if word in text:
             return word
     return text[:80]
-
-
-@pytest.fixture
-def dice() -> random.Random:
-    """Return random numbers of MPSD_CHAOS_SEED, or of a new seed; pytest prints the seed of a run that fails."""
-    seed = int(os.environ.get("MPSD_CHAOS_SEED") or random.getrandbits(32))
-    sys.stdout.write(f"MPSD_CHAOS_SEED={seed}\n")
-    return random.Random(seed)
 
 
 def test_killed_at_any_moment(make_cluster: MakeCluster, dice: random.Random) -> None:

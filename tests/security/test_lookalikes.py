@@ -168,7 +168,7 @@ class TestRecord:
 
     def test_killed_before_it_was_written(self, make_node: Start, real: RealDaemon) -> None:
         """When mpsd is killed between a daemon's start and the record of its pid, the next mpsd finds the daemon."""
-        node = make_node(control=real.control, simulate=1).start()
+        node = make_node(control=real.control, simulate=1, config=BRISK).start()
         before = node.daemons()["gpu0"]["pid"]
         node.end(signal.SIGKILL)
         text = json.loads(record(node).read_text())

@@ -220,11 +220,12 @@ class ViolationMonitor:
             self.usages = usages
         self._list_clients()
         self._clients.attribute(self._seen.values())
+        attached = [*self.attached()]
         if read:
-            self._attribute_memory()
-        self._note_faults()
-        self.doubts = tuple(self._doubt())
-        found = set(self._find())
+            self._attribute_memory(attached)
+        self._note_faults(attached)
+        self.doubts = tuple(self._doubt(attached))
+        found = set(self._find(attached))
         now = clock.monotonic()
         self._suspected = violations.suspected(found, self._found, self._suspected, now, read=read)
         found -= self._suspected.keys()
@@ -283,7 +284,7 @@ class ViolationMonitor:
             return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
         return replace(known, opened=opened)
 
-    def _note_faults(self) -> None:
+    def _note_faults(self, attached: Collection[AttributedClient]) -> None:
         """Log each new fatal fault with the clients that it affects, and the end of each fault."""
         faults = {
             (daemon.name, server.pid): server.faulted
@@ -291,9 +292,7 @@ class ViolationMonitor:
             for server in daemon.servers
             if server.faulted is not None
         }
-        new = faults.keys() - self._faults.keys()
-        attached = [*self.attached()] if new else []
-        for name, pid in new:
+        for name, pid in faults.keys() - self._faults.keys():
             there = [each for each in attached if (each.client.daemon, each.client.server) == (name, pid)]
             clients = [each.client.identity.pid for each in there]
             self._log.error(
@@ -361,14 +360,14 @@ class ViolationMonitor:
             because = usage.reason if usage is not None else "it was not read yet"
             yield f"the processes on the GPU of {share.daemon} are unknown: {because}"
 
-    def _attribute_memory(self) -> None:
+    def _attribute_memory(self, attached: Iterable[AttributedClient]) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
         now_held = dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]]()
         of_others = {each: each for each in self._clients.of_changed_holders()}
         holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
-        clients = {(each.client.gpu, each.client.identity): each for each in self.attached()}
+        clients = {(each.client.gpu, each.client.identity): each for each in attached}
         # 1. Servers belong to no lease, and a process that has ended holds nothing, although NVML may list it a moment
         #    longer.
         # 2. The memory of a client belongs to the client's lease. A client beyond that lease's number is judged as one
@@ -382,10 +381,10 @@ class ViolationMonitor:
                 if ticks is None:
                     continue
                 identity = ProcessIdentity(pid, ticks)
-                attached = clients.get((gpu, identity)) if identity not in holders else None
-                if attached is not None and attached.lease is not None and not attached.counted:
+                client = clients.get((gpu, identity)) if identity not in holders else None
+                if client is not None and client.lease is not None and not client.counted:
                     continue  # it counts as a client without a lease, and so does its memory
-                lease = attached.lease if attached is not None else None
+                lease = client.lease if client is not None else None
                 if lease is None and identity not in holders:
                     lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if lease is not None:
@@ -394,35 +393,35 @@ class ViolationMonitor:
                     of_others[found] = found  # the same violation as that of a holder, with its place
         self.held, self._of_other_users = now_held, [*of_others.values()]
 
-    def _doubt(self) -> Iterator[Doubt]:
-        for client, lease, counted in self.attached():
+    def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:
+        for client, lease, counted in attached:
             share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
                 if because := violations.unknown(client, lease, share, memory=has_mem_limit):
                     yield Doubt(client.identity, lease.id, client.daemon, because)
 
-    def _find(self) -> Iterator[Violation]:
+    def _find(self, attached: Iterable[AttributedClient]) -> Iterator[Violation]:
         settings = self._settings.current
         denied = settings.unadmitted is Unadmitted.DENY
         servers = {}
-        for attached in self.attached():
-            client = attached.client
+        for each in attached:
+            client = each.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            near = None if attached.counted else self._clients.lease_near(client)
-            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, near=near):
+            near = None if each.counted else self._clients.lease_near(client)
+            for found in violations.of_client(each, denied=denied, memory=daemon.has_mem_limit, near=near):
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found
             uid = proc.effective_uid(client.identity.pid) if self._quarantine.uids else None
             if uid is not None and uid in self._quarantine.uids:
-                yield violations.of_quarantined(attached, uid)
+                yield violations.of_quarantined(each, uid)
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
             if seconds > settings.enforcement.grace:
-                says = any(each.pid == client.server and each.status == FAULT for each in daemon.servers)
-                yield violations.of_lingering(attached, seconds, proven=says)
+                says = any(server.pid == client.server and server.status == FAULT for server in daemon.servers)
+                yield violations.of_lingering(each, seconds, proven=says)
         yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
         for (lease_id, gpu), held in self.held.items():
             lease = self._find_lease(lease_id)

@@ -27,7 +27,7 @@ SIZES: Final = (10, 25, 50, 30, 20) * 4
 
 REFUSED: Final = re.compile(
     "though all GPUs together have"
-    r"|Requested: \d+, Available: \d+|unregistered device|has been stopped|code = Unavailable"
+    r"|Requested: \d+, Available: \d+|unregistered device|has been stopped|code = Unavailable|connection is closing"
 )
 """Valid refusals of a pod while others come and go: fragmentation, and kubelet's own while the plugin is away."""
 

@@ -198,7 +198,8 @@ def stopped(pid: int) -> Iterator[None]:
         wait_until(lambda: (found := look_at(pid)) is None or found.state == "T", what=f"{pid} to stop")
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # mpsd may have ended it meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 _LAST_PID: Final = Path("/proc/sys/kernel/ns_last_pid")

@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     mpsctl. Raises OSError when it cannot be started.
     """
     waited = _PASSED_ON | {signal.SIGCHLD}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller may have left it ignored, and then no exit is reported
+    _heed_exits()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
         pid = os.posix_spawnp(arguments[0], [*arguments], environment, setsigmask=before)
@@ -46,8 +46,14 @@ def _follow(pid: int, pidfd: int, waited: frozenset[signal.Signals]) -> int:
 
 def output(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run a program to its end, and return its exit status and its output without the last line end."""
+    _heed_exits()
     done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, check=False)
     return _status(done.returncode), done.stdout.decode("utf-8", "backslashreplace").removesuffix("\n")
+
+
+def _heed_exits() -> None:
+    """Have the kernel report exits: where a caller left SIGCHLD ignored, `subprocess` takes every exit for success."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _status(code: int) -> int:
@@ -62,6 +68,7 @@ def beside(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
     The program's stdin closes when the context or this process ends, which tells the program to exit; the context then
     waits for it. Raises OSError when it cannot be started.
     """
+    _heed_exits()
     pipe = subprocess.PIPE
     with subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, start_new_session=True) as program:
         assert program.stdout is not None  # noqa: S101 - it is a pipe

@@ -18,6 +18,11 @@ import os, sys
 from mpsd.system.processes import foreground
 sys.exit(foreground.run(sys.argv[1:], os.environ))
 """
+_OUTPUT: Final = """
+import os, sys
+from mpsd.system.processes import foreground
+sys.exit(foreground.output(sys.argv[1:], os.environ)[0])
+"""
 _REPORTS: Final = """
 import json, os, signal, sys
 print(json.dumps({"pid": os.getpid(), "mask": len(signal.pthread_sigmask(signal.SIG_BLOCK, []))}), flush=True)
@@ -35,12 +40,13 @@ def test_exit_status(script: str, expected: int) -> None:
     assert done.returncode == expected
 
 
-def test_ignored_children() -> None:
+@pytest.mark.parametrize("program", [_RUN, _OUTPUT], ids=["run", "output"])
+def test_ignored_children(program: str) -> None:
     """A caller that ignores SIGCHLD still gets the end of this child."""
     ignoring = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     )
-    command = [sys.executable, "-c", ignoring, sys.executable, "-c", _RUN, "sh", "-c", "exit 3"]
+    command = [sys.executable, "-c", ignoring, sys.executable, "-c", program, "sh", "-c", "exit 3"]
     assert subprocess.run(command, check=False, timeout=30).returncode == 3
 
 

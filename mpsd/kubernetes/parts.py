@@ -1,4 +1,4 @@
-"""What all parts of the program have: settings, mpsd, the board of its GPUs, the log, and the end of the program.
+"""The common ground of all parts: settings, mpsd, the board of its GPUs, the log, and the end of the program.
 
 One thread follows mpsd, and writes each change of the GPUs and their control daemons to the board; the others wait for
 changes.

@@ -320,7 +320,7 @@ def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Am
 
 # -- clients without a lease -------------------------------------------------------------------------------------------
 
-# What they use of a GPU counts, so that no capacity is granted twice.
+# Their use of a GPU counts, so that no capacity is granted twice.
 
 LEAST_USE: Final = Amount(threads=1, memory=0, clients=1)
 """The least that any client counts as: the least threads that MPS knows, and one place."""

@@ -153,7 +153,7 @@ class Accountant:
         self._batches: list[tuple[datetime, Mapping[str, Lease]]] = []
         """The changes of leases that are not in the accounts yet."""
         self._held: object = None
-        """What the leases held at the last reading of the GPUs that is in the accounts."""
+        """The held memory by the last reading of the GPUs that the accounts include."""
         self._gaps: list[Gap] = []
         """Gaps that are not stored yet."""
         self._since = 0

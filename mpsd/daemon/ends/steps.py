@@ -116,7 +116,7 @@ class DaemonOfClients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EndingParts:
-    """What the endings of all processes share."""
+    """The parts that the endings of all processes use."""
 
     store: EndStore
     settings: LiveSettings

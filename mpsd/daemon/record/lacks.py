@@ -20,7 +20,7 @@ _PAUSE: Final = 1.0
 
 
 class Lacks:
-    """What one loop lacks."""
+    """The lacks that one loop meets: each is logged, and ends nothing."""
 
     def __init__(self, log: Logger, checks: str) -> None:
         """Take the log; `checks` says what the loop checks, as the subject of a sentence."""

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # -- readings ----------------------------------------------------------------------------------------------------------
 
-# What the other readers of this room use too.
+# The other readers of this room use these, too.
 
 
 _TAIL: Final = 1024 * 1024

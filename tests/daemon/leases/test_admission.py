@@ -213,7 +213,7 @@ class TestRequestId:
 @pytest.mark.real_daemon(470)
 @pytest.mark.thorough
 def test_client_priority_after_an_upgrade(make_node: Start, short_tmp: Path) -> None:
-    """What one control daemon lacks, the next one may have: its program was replaced while mpsd ran."""
+    """A control daemon may have a command that the one before lacked: its program was replaced while mpsd ran."""
     driver = short_tmp / "driver"
     driver.write_text(str(real_daemons()[470]))
     node = make_node(simulate=1, control=program(short_tmp / "control", f'exec "$(cat {driver})" "$@"')).start()

@@ -55,6 +55,9 @@ _TYPING: Final = 0.8
 _READING: Final = 0.35
 """Seconds for which a line of output is shown before the next command."""
 
+_MARK: Final = b"\x1e"
+"""What the terminal shows when a command has ended: a byte that no command prints."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -77,14 +80,11 @@ class Shell:
         self._time = 0.5
         self._own, theirs = pty.openpty()
         ioctl(theirs, TIOCSWINSZ, pack("HHHH", 50, COLUMNS, 0, 0))
-        self._done, done = os.pipe()
         self._bash = subprocess.Popen(
-            ["bash", "--norc"], cwd=directory, env=environment, start_new_session=True, pass_fds=[done],
+            ["bash", "--norc"], cwd=directory, env=environment, start_new_session=True,
             stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, text=True, bufsize=1,
         )  # fmt: skip
-        self._mark = f"printf . >&{done}\n"
         os.close(theirs)
-        os.close(done)
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +93,6 @@ class Shell:
         os.killpg(self._bash.pid, signal.SIGKILL)
         self._bash.communicate()
         os.close(self._own)
-        os.close(self._done)
 
     def note(self, text: str) -> None:
         self._show(f"# {text}", "note", _TYPING)
@@ -102,8 +101,7 @@ class Shell:
         """Run a command, show it with its output, and return the lines of the output."""
         self._show(command, "command", _TYPING)
         assert self._bash.stdin is not None
-        self._bash.stdin.write(f"{command}\n{self._mark}")
-        assert os.read(self._done, 1) == b"."
+        self._bash.stdin.write(f"{command}\nprintf '\\036'\n")
         printed = self._printed()
         for line in printed:
             self._show(line, "output", 0.05)
@@ -111,13 +109,11 @@ class Shell:
         return [Text.from_ansi(line).plain for line in printed]
 
     def _printed(self) -> list[str]:
-        """Return the lines that the terminal should show by now."""
-        os.set_blocking(self._own, False)
+        """Return the lines up to the mark: the kernel hands on what was written to a terminal when it gets to it."""
         said = bytearray()
-        with contextlib.suppress(BlockingIOError):
-            while piece := os.read(self._own, 65536):
-                said += piece
-        return said.decode().replace("\r\n", "\n").splitlines()
+        while not said.endswith(_MARK):
+            said += os.read(self._own, 65536)
+        return said.removesuffix(_MARK).decode().replace("\r\n", "\n").splitlines()
 
     def _show(self, text: str, kind: str, seconds: float) -> None:
         self.lines.append(Line(text, self._time, kind))

@@ -5,7 +5,7 @@ may make control groups can choose the names of others, so a name is no evidence
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
@@ -13,6 +13,9 @@ from mpsd.core.model import Claim, Holder, HoldingGroup, HoldingProcess, Lease, 
 
 MOST: Final = 64
 """Maximum holders of a lease at a time: mpsd needs a descriptor for each."""
+
+MOST_ADDED: Final = 512
+"""Maximum holders that all leases of a user have beyond their first ones: mpsd reads each of them again and again."""
 
 
 def processes(lease: Lease) -> Iterator[ProcessIdentity]:
@@ -63,16 +66,24 @@ def are_same(one: Holder, other: Holder) -> bool:
     return False
 
 
-def with_another(lease: Lease, holder: Holder, *, replace: bool) -> tuple[Holder, ...]:
+def with_another(lease: Lease, holder: Holder, leases: Iterable[Lease], *, replace: bool) -> tuple[Holder, ...]:
     """Return the holders of a lease after a further one was added, or has replaced all others.
 
-    Raises InvalidRequestError where there would be too many.
+    Raises InvalidRequestError where there would be too many, for the lease or for its owner; `leases` are all leases.
     """
     others = () if replace else tuple(each for each in lease.holders if not are_same(each, holder))
     if len(others) >= MOST:
         raise InvalidRequestError(
             f"lease {lease.id} has {len(others)} holders, the maximum",
             hint="hand it over instead: mpsctl hand-over",
+            limit="holders",
+        )
+    uid = lease.owner.uid
+    added = sum(len(each.holders[1:]) for each in leases if each.owner.uid == uid)
+    if not replace and len(others) == len(lease.holders) and added >= MOST_ADDED:
+        raise InvalidRequestError(
+            f"the leases of uid {uid} have {added} holders beyond their first ones, and {MOST_ADDED} is the maximum",
+            hint="let a control group hold the lease, with all of its processes (--cgroup, --unit)",
             limit="holders",
         )
     return (*others, holder)

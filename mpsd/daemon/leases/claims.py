@@ -78,7 +78,7 @@ class Claims:
         StorageError: the change is then in force, but a death of mpsd would undo it.
         """
         before = self.granted(lease_id)
-        after = holders.with_another(before, named.holder, replace=replace)
+        after = holders.with_another(before, named.holder, self._ledger.leases.values(), replace=replace)
         self._holder_watch.watch(lease_id, named, Purpose.LEASE if replace else Purpose.ANOTHER_HOLDER)
         lease = self._ledger.set_holders(lease_id, after)
         for each in before.holders:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from mpsd.core import holders
@@ -40,6 +42,8 @@ class Clients:
         self._ceilings = ceilings
         self._holder_watch = holder_watch
         self._watch = holder_watch.processes
+        self._by_cgroup: Mapping[str, AbstractSet[str]] | None = None
+        """The leases that have a process in each control group, read once in an inspection, and only if needed."""
 
     def drop_dead_clients(self, lease: Lease) -> None:
         """Remove the processes of a restored lease that have exited."""
@@ -74,6 +78,7 @@ class Clients:
 
     def attribute(self, clients: Iterable[Client]) -> None:
         """Attribute clients to the leases that they belong to, while those have room."""
+        self._by_cgroup = None
         for client in clients:
             found, kernel_says = self._find(client)
             if found.lease is None or not found.counted:
@@ -84,6 +89,7 @@ class Clients:
                 lease = self._ledger.lose(lease.id, tuple(each for each in lease.lost if each != identity))
                 self._group_commit.change(lease)
             if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
+                self._by_cgroup = None
                 facts = holders.group_name(proc.cgroup(identity.pid)).facts()  # first, since it may fail
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
@@ -237,12 +243,13 @@ class Clients:
         """Return the leases on a control daemon that have a living process in a control group that identifies a job."""
         if not attribution.is_telling(cgroup):
             return []
-        return [
-            lease
-            for lease in self._ledger.leases.values()
-            if any(share.daemon == daemon for share in lease.shares)
-            and any(proc.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
-        ]
+        if self._by_cgroup is None:
+            by_cgroup = defaultdict[str, set[str]](set)
+            for identity, leases in self._watch.all():
+                by_cgroup[proc.cgroup(identity.pid)] |= leases
+            self._by_cgroup = by_cgroup
+        found = self._granted(self._by_cgroup.get(cgroup, ()))
+        return [lease for lease in found if attribution.share_on(lease, daemon) is not None]
 
     def _drop_except(self, left: Container[ProcessIdentity], lease: Lease) -> None:
         """Remove the clients and bearers of a lease that are not `left`."""

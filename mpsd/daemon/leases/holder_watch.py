@@ -7,6 +7,7 @@ its pid or path cannot be reused meanwhile.
 import asyncio
 from collections import deque
 from collections.abc import Collection, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -322,6 +323,10 @@ class ProcessWatch:
     def of(self, lease_id: str) -> tuple[ProcessIdentity, ...]:
         """Return the living processes that a lease is bound to."""
         return self._of.get(lease_id, ())
+
+    def all(self) -> Iterator[tuple[ProcessIdentity, AbstractSet[str]]]:
+        """Yield every watched process with the leases that are bound to it."""
+        return ((identity, watched.leases) for identity, watched in self._watched.items())
 
     def leases_of(self, identity: ProcessIdentity) -> Collection[str]:
         """Return the leases that are bound to a process."""

@@ -3,6 +3,7 @@
 The processes and control groups are real, like the clients and servers of the simulated node.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from tests.control_groups import control_group, joins
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, Gate, event, kill, needs_last_pid, stopped, with_pid
+from tests.daemon.leases.holding import asleep
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
@@ -144,6 +146,28 @@ def test_no_relative(node: Node, hierarchy: str) -> None:
         with SimulatedClient(variables(node), before=joins(job)) as whose:
             told = event(node, "violation", pid=whose.hello["pid"])
             assert (told["kind"], told["lease"]) == ("no_lease", None)
+
+
+def test_many_without_a_family(make_node: Start) -> None:
+    """mpsd reads the groups of the leases' processes once for all clients, and not for each of them."""
+    node, most = make_node(simulate=1, control=None, config='[enforcement]\nunadmitted = "allow"\n').start(), 20
+    with control_group("cgroup2", "job") as job, contextlib.ExitStack() as stack:
+        for _ in range(most):
+            holder = stack.enter_context(asleep())
+            stack.callback(holder.kill)
+            assert node.request("POST", "/v1/leases", {"threads": 1, "memory": MIB, "pid": holder.pid}).status == 201
+        for _ in range(10):
+            stack.enter_context(SimulatedClient(variables(node), before=joins(job)))
+        wait_until(lambda: len(node.get("/v1/clients").json["clients"]) == 10, what="all clients to be listed")
+        before = reads(node)
+        for _ in range(10):
+            assert [each["lease"] for each in node.get("/v1/clients").json["clients"]] == [None] * 10
+        assert reads(node) - before < 10 * 10 * most  # two for each process, client and answer otherwise
+
+
+def reads(node: Node) -> int:
+    """Return how often mpsd has read from a file."""
+    return int(Path(f"/proc/{node.pid}/io").read_text(encoding="ascii").split("syscr: ")[1].split()[0])
 
 
 def of_lease(node: Node, lease_id: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.control_groups import control_group
 from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
 from tests.daemon.leases.holding import ANN, BOB, SMALL, add, admitted, asleep, ended, path_in, shown
 from tests.harness import wait_until
@@ -55,6 +56,22 @@ class TestProcesses:
         assert shown(node, lease)["state"] == "granted"
         sleeper.kill()
         ended(node, lease)
+
+    def test_as_many_as_a_user_may_add(self, make_node: Start) -> None:
+        """All leases of a user together have so many additional holders; another can replace one, or come later."""
+        node = make_node(simulate=1, durations={"mpsd.core.holders.MOST_ADDED": 2}).start()
+        with contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(asleep()) for _ in range(5)]
+            for each in processes:
+                stack.callback(each.kill)
+            first, second = (admitted(node, pid=each.pid) for each in processes[:2])
+            for lease, added in zip((first, second), processes[2:4], strict=True):
+                assert add(node, lease, pid=added.pid).status == 200
+            refused = add(node, first, pid=processes[4].pid)
+            assert (refused.status, refused.json["limit"]) == (422, "holders")
+            assert add(node, first, pid=processes[2].pid).status == 200  # it holds the lease already
+            assert add(node, second, pid=processes[3].pid, replace=True).status == 200
+            assert add(node, first, pid=processes[4].pid).status == 200
 
     def test_twice(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
         """A process that is added twice holds the lease once."""

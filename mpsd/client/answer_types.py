@@ -256,23 +256,28 @@ class Status(TypedDict):
     notes: Annotated[list[str], about("Facts that are no fault but that an operator should know.")]
 
 
-@answer("A uid that may use no control daemon, and gets no lease, until an administrator pardons it.")
+_GROUP: Final = about("The control group of a container of root, in the place of a uid.")
+
+
+@answer("A uid, or a control group, that gets no lease until an administrator pardons it.")
 class Quarantine(TypedDict):
-    uid: int
+    uid: NotRequired[int]
+    cgroup: NotRequired[Annotated[str, _GROUP]]
     since: Time
     because: str
 
 
-@answer("A uid with pipe access at recent crashes of control daemons: at how many, and at how many alone.")
+@answer("Who had pipe access at recent crashes of control daemons: at how many, and at how many alone.")
 class Suspect(TypedDict):
-    uid: int
+    uid: NotRequired[int]
+    cgroup: NotRequired[Annotated[str, _GROUP]]
     crashes: int
     alone: int
 
 
 @answer(
-    "The quarantined uids, and those that may follow.\n\n"
-    "While several uids have access to a control daemon, the one that crashed it cannot be determined."
+    "The quarantined uids and control groups, and those that may follow.\n\n"
+    "While several have access to a control daemon, the one that crashed it cannot be determined."
 )
 class Quarantines(TypedDict):
     quarantines: list[Quarantine]

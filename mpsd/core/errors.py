@@ -90,7 +90,7 @@ class QuotaError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """Control daemons crashed while the caller's uid had pipe access; an administrator can pardon it."""
+    """Control daemons crashed while the caller's uid or container had pipe access; an administrator can pardon it."""
 
     code = "quarantined"
     status = 403

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Annotated, Final
 
 from mpsd.client import answer_types
-from mpsd.core import health, model
+from mpsd.core import health, holders, model
 from mpsd.core.admission import users
 from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.containers import cdi
@@ -196,7 +196,7 @@ class LeaseHandlers:
             if is_claim:
                 lease = await self._node.take(lease.id, owner, named, user)
             else:
-                self._node.quarantine.check(lease.owner.uid)
+                self._node.quarantine.check(lease.owner.uid, holders.origin(named.holder))
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
         return rendering.lease(lease)
 

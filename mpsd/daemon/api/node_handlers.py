@@ -190,16 +190,11 @@ class NodeHandlers:
         return found
 
     async def quarantines(self, _: Request) -> answer_types.Quarantines:
-        """Return the quarantined uids, and those that were admitted at recent crashes of control daemons."""
+        """Return those who are quarantined, and who had pipe access at recent crashes of control daemons."""
         found = self._node.quarantine
         return answer_types.Quarantines(
-            quarantines=[
-                answer_types.Quarantine(uid=each.uid, since=rendering.time(each.since), because=each.because)
-                for each in found.quarantined
-            ],
-            suspects=[
-                answer_types.Suspect(uid=each.uid, crashes=each.crashes, alone=each.alone) for each in found.suspects
-            ],
+            quarantines=[*map(rendering.quarantine, found.quarantined)],
+            suspects=[*map(rendering.suspect, found.suspects)],
         )
 
     async def config(self, _: Request) -> answer_types.Config:

@@ -408,6 +408,13 @@ class Lease(TypedDict):
     ended: Time | None
     expires: Time | None
     request_id: str | None
+    claimed_for: NotRequired[
+        Annotated[
+            int | None,
+            about("The uid that an administrator claimed it for; null: its request named a holder."),
+            default(None),
+        ]
+    ]
     wait: Wait | None
     violations: NotRequired[Annotated[list[Violation], about("The open violations of its processes."), default([])]]
     unknown: NotRequired[

@@ -38,6 +38,8 @@ class EventName(StrEnum):
         "mpsd offers its metrics on {address}")
     METRICS_NOT_LISTENING = ("metrics_not_listening", "warning error", "address because hint",
         "mpsd cannot offer its metrics on TCP.", "{because}")
+    METRICS_CROWDED = ("metrics_crowded", "warning", "because",
+        "The TCP listener of the metrics has too many connections, and mpsd closes the oldest.", "{because}")
     NODE_NOT_CLOSED = ("node_not_closed", "warning", "because hint", "A program that misses MPS gets a whole GPU.",
         "{because}")
     HOST_REQUIREMENT_MISSING = ("host_requirement_missing", "warning", "missing because hint",

@@ -507,7 +507,8 @@ class Lease(Struct, frozen=True):
     closing: str = ""
     """Why its clients are being ended: it accepts no more of them, and ends after the last of them."""
     claimed_for: int | None = None
-    """The uid that it was first claimed for, under which its request_id counts; None: its request had a holder."""
+    """The uid that an administrator first claimed it for, under which its request_id counts; None: its request had a
+    holder."""
 
     @property
     def clients(self) -> tuple[ProcessIdentity, ...]:

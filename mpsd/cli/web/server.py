@@ -151,7 +151,9 @@ class Server(ThreadingHTTPServer):
     """The server of the page, for the given users."""
 
     daemon_threads = True
-    request_queue_size = MOST
+    request_queue_size = 4096
+    """A connection beyond this number would be made again by the browser's kernel, a second later: this is Linux's
+    maximum, and a refusal takes a fraction of a millisecond."""
     block_on_close = False
 
     def __init__(self, api: Api, port: int, users: Collection[int], opened: Callable[[], None]) -> None:

@@ -6,15 +6,23 @@ overlap.
 
 from collections.abc import Callable
 from enum import StrEnum
+from heapq import nlargest
 from typing import Final
 
 from msgspec import Struct
 
 from mpsd.core.accounting.accounts import OTHERS, SECOND, LeaseRecord, Period, Series
+from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import MIB
 
 _KEYS: Final = 1000
 """Keys that a report lists at most: those with the most memory and threads. It counts the others."""
+
+_MORE: Final = 100
+"""Leases beyond these that a report keeps, so that not every further one has to be compared with all."""
+
+_MOST: Final = 30_000
+"""Keys and their samples in a report at most: its size, whoever has how many names. A day by hour has 25 for a key."""
 
 _STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
 """Lengths of a sample (s) from which mpsd chooses if the caller names none."""
@@ -60,7 +68,10 @@ class Line(Struct):
     key: str | None
     total: Amounts
     samples: dict[int, Amounts]
+    """Empty in a report of totals."""
     leases: int = 0
+    seen: int = 0
+    """A set bit for each sample that is not empty, by its number."""
 
 
 def step_of(since: int, until: int, least: int) -> int:
@@ -82,8 +93,9 @@ class Report:
         *,
         gpu: str | None = None,
         is_seen: Callable[[int | None], bool] = lambda _: True,
+        totals: bool = False,
     ) -> None:
-        """Begin a report. `label` is the key of the label by whose values it reports.
+        """Begin a report. `label` is the key of the label by whose values it reports; `totals` leaves out the samples.
 
         `is_seen` decides whether the leases of a uid count; its argument is None for memory outside of leases. Without
         `until`, the report ends when it is closed. With `gpu`, only that GPU counts.
@@ -97,11 +109,15 @@ class Report:
         self._label = label
         self._gpu = gpu
         self._is_seen = is_seen
+        self._totals = totals
+        self._left_out = 0
+        self._size = 0
+        """Its keys and samples."""
         self._lines: dict[str | None, Line] = {}
         self._known: set[Series] = set()
 
     def add(self, series: Series, period: Period) -> None:
-        """Add a period of a series; the periods of one series must arrive in order."""
+        """Add a period of a series; the periods of one series must arrive in order. Raises InvalidRequestError."""
         if not self._is_seen(series.uid) or (self._gpu is not None and series.gpu != self._gpu):
             return
         start, end = max(period.start, self.since), min(period.end, self.until)
@@ -131,7 +147,10 @@ class Report:
         )
 
     def add_lease(self, record: LeaseRecord, now: int) -> None:
-        """Add a lease to a report by lease. Its granted amounts are the same from its beginning to its end."""
+        """Add a lease to a report by lease, once. Its granted amounts are the same from its beginning to its end.
+
+        Raises InvalidRequestError.
+        """
         end = record.ended if record.ended is not None else now
         start, until = max(record.began, self.since), min(end, self.until)
         shares = [share for share in record.shares if self._gpu is None or share.gpu == self._gpu]
@@ -154,17 +173,37 @@ class Report:
                 clients=record.clients_total / length,
             ),
         )
+        if len(self._lines) > _KEYS + _MORE:  # a lease is complete now: the least used ones will not be listed
+            listed = self._most_used()
+            self._left_out += len(self._lines) - len(listed)
+            self._lines = {each.key: each for each in listed}
+            self._size = sum(1 + len(each.samples) for each in listed)
 
     def _spread(self, line: Line, start: int, end: int, rates: Amounts) -> None:
         """Add constant rates from `start` to `end` to the samples that this span overlaps."""
+        if start >= end:
+            return
         step = self.step * SECOND
-        while start < end:
+        line.total.add(rates, (end - start) / SECOND)
+        line.seen |= (2 << (end - 1) // step - self.first) - (1 << start // step - self.first)
+        while start < end and not self._totals:
             number = start // step
             until = min((number + 1) * step, end)
-            seconds = (until - start) / SECOND
-            line.total.add(rates, seconds)
-            line.samples.setdefault(number - self.first, Amounts()).add(rates, seconds)
+            if number - self.first not in line.samples:
+                self._grow()
+                line.samples[number - self.first] = Amounts()
+            line.samples[number - self.first].add(rates, (until - start) / SECOND)
             start = until
+
+    def _grow(self) -> None:
+        """Count another key or sample. Raises InvalidRequestError."""
+        self._size += 1
+        if self._size > _MOST:
+            raise InvalidRequestError(
+                f"the history has more than {_MOST} keys and samples",
+                hint="pass a longer step, totals=true, a shorter time, or a single user (mpsctl: --since, --user)",
+                limit="samples",
+            )
 
     def _key(self, series: Series) -> str | None:
         match self.by:
@@ -178,7 +217,10 @@ class Report:
                 return series.name or None
 
     def _line(self, key: str | None) -> Line:
-        return self._lines.setdefault(key, Line(key, Amounts(), {}))
+        if key not in self._lines:
+            self._grow()
+            self._lines[key] = Line(key, Amounts(), {})
+        return self._lines[key]
 
     def close(self, now: int) -> int:
         """Note that the report is complete up to now, and return its end."""
@@ -187,9 +229,17 @@ class Report:
 
     def lines(self) -> tuple[list[Line], int]:
         """Return the lines by key, the one without a key last, and how many keys, the least used, are left out."""
-        by_use = sorted(self._lines.values(), key=lambda line: (line.total.memory, line.total.threads), reverse=True)
-        listed = sorted(by_use[:_KEYS], key=lambda line: (line.key is None, line.key or ""))
-        return listed, max(len(by_use) - _KEYS, 0)
+        listed = sorted(self._most_used(), key=lambda line: (line.key is None, line.key or ""))
+        return listed, self._left_out + len(self._lines) - len(listed)
+
+    def _most_used(self) -> list[Line]:
+        return nlargest(_KEYS, self._lines.values(), key=lambda line: (line.total.memory, line.total.threads))
+
+    def seconds(self, line: Line) -> float:
+        """Return the total length of the samples of a line, as far as they are within the report."""
+        ends = {0, (self.until - 1) // (self.step * SECOND) - self.first}
+        outside = sum(self.step - self.bounds(number)[1] for number in ends if line.seen >> number & 1)
+        return line.seen.bit_count() * self.step - outside
 
     def bounds(self, number: int) -> tuple[int, float]:
         """Return the beginning of a sample (microseconds), and the seconds of it that are within the report."""

@@ -56,9 +56,6 @@ _GAPS: Final = 100
 _SHARE: Final = 4
 """The samples of each tier may take up one part in this many of the configured size, and so may the leases."""
 
-PAGE: Final = 16
-"""Samples read at a time."""
-
 _SOME: Final = 64
 """Rows removed, or leases read, at a time."""
 
@@ -214,19 +211,16 @@ class AccountStore:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def pages(self, tier: int, since: int) -> Iterator[list[Periods]]:
-        """Yield the samples of a tier that end after a time, the oldest first, in pages of PAGE and a rest."""
+    def samples(self, tier: int, since: int) -> Iterator[Periods]:
+        """Yield the samples of a tier that end after a time, the oldest first, each read when it is needed."""
         last, number = since, _AFTER_ALL
         query = (
             "SELECT until, number, data FROM samples WHERE tier = ? AND (until, number) > (?, ?)"
-            " ORDER BY until, number LIMIT ?"
+            " ORDER BY until, number LIMIT 1"
         )
-        while True:
-            rows = self._rows(query, tier, last, number, PAGE)
-            yield [_decode(data, list[tuple[Series, Period]]) or [] for _, _, data in rows]
-            if len(rows) < PAGE:
-                return
-            last, number, _ = rows[-1]
+        while rows := self._rows(query, tier, last, number):
+            ((last, number, data),) = rows
+            yield _decode(data, list[tuple[Series, Period]]) or []
 
     def leases(self, since: int) -> Iterator[LeaseRecord]:
         """Yield the leases that ended after a time."""

@@ -5,7 +5,7 @@ GPUs that the violation monitor takes anyway. A sample is stored after every sec
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime
 from itertools import chain
 from typing import Final
@@ -31,7 +31,7 @@ from mpsd.core.events import EventName
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
-from mpsd.daemon.accounting.account_store import PAGE, TIERS, AccountStore, Cursor, Gap
+from mpsd.daemon.accounting.account_store import TIERS, AccountStore, Cursor, Gap
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
@@ -191,7 +191,7 @@ class Accountant:
         if cursor.at:
             since: dict[Series, int] = {}
             for tier, rollup in enumerate(self._rollups):
-                for periods in chain.from_iterable(self._store.pages(tier, self._store.marks[tier + 1])):
+                for periods in self._store.samples(tier, self._store.marks[tier + 1]):
                     rollup.fold(periods)
                     if tier == 0:
                         since.update({series: period.end for series, period in periods})
@@ -306,19 +306,20 @@ class Accountant:
         # A minute more, so that a request for exactly the last hour gets its samples although the request took time.
         return 0 if passed <= ages.seconds + 60 else 1 if passed <= ages.minutes + 60 else 2
 
-    async def fill(self, report: Report) -> int:
-        """Fill a report from the series, or from the leases; return its end. Other tasks run between two pages."""
+    async def fill(self, report: Report, pause: Callable[[], Awaitable[None]]) -> int:
+        """Fill a report from the series, or from the leases; return its end. Other tasks run during a pause.
+
+        Raises InvalidRequestError where the report becomes too large.
+        """
         if not self._is_complete:
             return report.close(_now())
         if report.by is By.LEASE:
-            return await self._fill_by_lease(report)
+            return await self._fill_by_lease(report, pause)
         tier = self._tier(report.since)
-        for page in self._store.pages(tier, report.since):
-            for periods in page:
-                _add(report, periods)
-            if len(page) == PAGE:
-                await asyncio.sleep(0)
-        # The periods that are not in that tier yet. No sample is stored after the last page, since nothing awaits here.
+        for periods in self._store.samples(tier, report.since):
+            _add(report, periods)
+            await pause()
+        # The periods that are not in that tier yet. No sample is stored after the last one, since nothing awaits here.
         for rollup in reversed(self._rollups[:tier]):
             _add(report, rollup.sums)
         self._take_in()
@@ -326,19 +327,17 @@ class Accountant:
         _add(report, self._accounts.so_far(now))
         return report.close(now)
 
-    async def _fill_by_lease(self, report: Report) -> int:
+    async def _fill_by_lease(self, report: Report, pause: Callable[[], Awaitable[None]]) -> int:
         self._take_in()
         now = _now()
         records = {each.id: each for each in [*self._accounts.changed.values(), *self._accounts.open.values()]}
-        for record in records.values():
+        for record in records.values():  # before any pause, in which time passes
             if record.ended is None:
                 record.advance(now)
+        stored = (each for each in self._store.leases(report.since) if each.id not in records)
+        for record in chain(records.values(), stored):
             report.add_lease(record, now)
-        for number, record in enumerate(self._store.leases(report.since), start=1):
-            if record.id not in records:
-                report.add_lease(record, now)
-            if not number % PAGE:
-                await asyncio.sleep(0)
+            await pause()
         return report.close(now)
 
     def gaps(self, since: int, until: int) -> list[Gap]:

@@ -8,6 +8,7 @@ which daemon/http/message renders.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import (
@@ -23,6 +24,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.table import Encoder, RequestOf, Route, Stream, Table
+from mpsd.daemon.api.turns import Turn, Turns, User
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, problem_answer, unroutable
 from mpsd.daemon.http.peer import Principal, RefusalLog
 from mpsd.daemon.record.bounded import BoundedLog
@@ -33,6 +35,9 @@ H = TypeVar("H")
 
 _MOST_DEFECTS: Final = 16
 """Defects that are logged in a minute, each with its traceback: a caller can repeat a request that meets one."""
+
+_MOST_UNREAD: Final = 16 * 1024 * 1024
+"""Bytes of answers for one user that the user has not read yet; one answer may have more."""
 
 _MOST_PATH: Final = 200
 """Maximum characters of a path in the log."""
@@ -46,6 +51,7 @@ class _Endpoint(NamedTuple):
     body: Callable[[bytes | bytearray], Any] | None
     handle: Callable[[Any], Awaitable[Any]]
     encode: Encoder[Any]
+    in_turns: bool
 
 
 class Dispatcher(Generic[H]):
@@ -56,13 +62,16 @@ class Dispatcher(Generic[H]):
         self._settings = settings
         self._in_flight = Counter[int]()
         """By uid, the requests that are not answered yet."""
+        self._turns = Turns()
+        self._unread = Counter[User]()
+        """By user, the bytes of the answers that are being sent."""
         self._refusal_log = RefusalLog(log)
         self._defects = BoundedLog(log, _MOST_DEFECTS)
         self._table = Table[_Endpoint]()
         for route in routes:
             body = None if route.body is None else body_decoder(route.body)
             handle, encode = route.handler(handlers), route.answer.encode
-            endpoint = _Endpoint(route.role, query_decoder(route.query), body, handle, encode)
+            endpoint = _Endpoint(route.role, query_decoder(route.query), body, handle, encode, route.in_turns)
             self._table.add(route.method, route.path, endpoint)
 
     async def receive(self, message: Message) -> None:
@@ -84,10 +93,12 @@ class Dispatcher(Generic[H]):
             else:
                 if endpoint.body is not None and not message.complete:
                     await self._arrival(message)
-                request = _decoded(endpoint, message, principal, names)
-                answer = endpoint.encode(await endpoint.handle(request))
+                turn = self._turns.turn((uid, principal.admin))
+                request = _decoded(endpoint, message, principal, names, turn)
+                async with turn if endpoint.in_turns else nullcontext():
+                    answer = endpoint.encode(await endpoint.handle(request))
             if isinstance(answer, Answer):
-                await connection.send(message, answer)
+                await self._send(message, answer, (uid, principal.admin))
             else:
                 await connection.stream(message, answer.media_type, answer.pieces)
         except MpsdError as error:
@@ -112,6 +123,23 @@ class Dispatcher(Generic[H]):
                 limit="api.requests_per_uid",
             )
         self._in_flight[uid] += 1
+
+    async def _send(self, message: Message, answer: Answer, user: User) -> None:
+        """Send an answer. Raises TooManyRequestsError where the user does not read the answers that it has already."""
+        size = len(answer.body)
+        if self._unread[user] and self._unread[user] + size > _MOST_UNREAD:
+            raise TooManyRequestsError(
+                f"uid {user[0]} has not read {self._unread[user]} bytes of earlier answers, and this one has {size}",
+                hint="read each answer before the next large request, as over a single connection",
+                limit="unread",
+            )
+        self._unread[user] += size
+        try:
+            await message.connection.send(message, answer)
+        finally:
+            self._unread[user] -= size
+            if not self._unread[user]:
+                del self._unread[user]
 
     async def _arrival(self, message: Message) -> None:
         """Wait for the rest of a request's body. Raises InvalidRequestError when it does not arrive in time."""
@@ -145,7 +173,9 @@ class Dispatcher(Generic[H]):
         )
 
 
-def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> RequestOf[Any]:
+def _decoded(
+    endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str], turn: Turn
+) -> RequestOf[Any]:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     if message.trouble is not None:
         raise message.trouble
@@ -156,4 +186,4 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
         content = endpoint.body(message.body)
-    return RequestOf(principal, message.connection.peer, names, message.accept, content)
+    return RequestOf(principal, message.connection.peer, names, message.accept, turn.pause, content)

@@ -17,7 +17,7 @@ from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
@@ -213,11 +213,20 @@ class HistoryHandlers:
         kind, _, label = query.by.partition(":")
         by = By(kind)
         is_seen = self._is_seen(request, by, int(query.user) if query.user else None)
-        report = Report(by, label, begin, None if is_open else end, step, gpu=query.gpu or None, is_seen=is_seen)
-        end = await self._accountant.fill(report)
+        report = Report(
+            by,
+            label,
+            begin,
+            None if is_open else end,
+            step,
+            gpu=query.gpu or None,
+            is_seen=is_seen,
+            totals=query.totals,
+        )
+        end = await self._accountant.fill(report, request.pause)
         lines, left_out = report.lines()
         return answer_types.History(
-            history=[_series(report, line, totals=query.totals) for line in lines],
+            history=await encoded((_series(report, line) for line in lines), request.pause),
             by=query.by,
             since=rendering.time(since),
             until=_time(end),
@@ -252,20 +261,20 @@ def _time(moment: int) -> str:
     return rendering.time(datetime.fromtimestamp(moment / SECOND, UTC))
 
 
-def _series(report: Report, line: Line, *, totals: bool) -> answer_types.HistorySeries:
-    samples = [(*report.bounds(number), amounts) for number, amounts in sorted(line.samples.items())]
+def _series(report: Report, line: Line) -> answer_types.HistorySeries:
+    samples = ((*report.bounds(number), amounts) for number, amounts in sorted(line.samples.items()))
     total = line.total
     return answer_types.HistorySeries(
         key=line.key,
         total=answer_types.HistoryTotal(
-            seconds=sum(seconds for _, seconds, _ in samples),
+            seconds=report.seconds(line),
             leases=line.leases,
             threads_granted=total.threads,
             memory_granted=total.memory,
             memory_held=total.held if total.known else None,
             clients=total.clients,
         ),
-        samples=[] if totals else [_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],
+        samples=[_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],
     )
 
 

@@ -1,6 +1,7 @@
 """The handlers of the lease routes: which callers may see and change a lease, and which holder a new one has."""
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Annotated, Final
 
@@ -9,13 +10,15 @@ from mpsd.core import health, holders, model
 from mpsd.core.admission import users
 from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.containers import cdi
+from mpsd.core.enforcement.violations import Doubt, Violation
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
 from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.roles import check_reserved
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, is_own, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -60,14 +63,17 @@ class LeaseHandlers:
 
     async def leases(self, request: RequestOf[LeasesQuery]) -> answer_types.Leases:
         """Return the leases that the caller may see, ended ones on request, and the sums of the others."""
+        self._node.leases.group_commit.commit()
         ledger = self._node.leases.ledger
         places = ledger.places(clock.monotonic())
         listed = [*ledger.all(), *(self._node.leases.ended if request.content.ended else ())]
         seen = [lease for lease in listed if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
-        answer = answer_types.Leases(
-            leases=self._judged([self._shown(lease, places.get(lease.id), secret=False) for lease in seen]),
+        violations, doubts = self._findings()
+        shown = (self._shown(lease, places.get(lease.id), violations, doubts, secret=False) for lease in seen)
+        return answer_types.Leases(
+            leases=await encoded(shown, request.pause),
             others=answer_types.Others(
                 leases=len(hidden),
                 waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
@@ -75,14 +81,25 @@ class LeaseHandlers:
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
-        self._node.leases.group_commit.commit()
-        return answer
 
-    def _shown(self, lease: Lease, place: QueuePlace | None, *, secret: bool) -> answer_types.Lease:
-        """Return a lease with the state of its holders, and the processes that keep it where all holders are gone."""
+    def _shown(
+        self,
+        lease: Lease,
+        place: QueuePlace | None,
+        violations: Mapping[str | None, list[Violation]],
+        doubts: Mapping[str, list[Doubt]],
+        *,
+        secret: bool,
+    ) -> answer_types.Lease:
+        """Return a lease with the last findings about its processes, the state of its holders, and its keepers.
+
+        Keepers are the processes that keep it where all holders are gone.
+        """
         answer = rendering.lease(lease, place, secret=secret)
-        if lease.state is LeaseState.ENDED or lease.claim is not None:
-            return answer
+        answer["violations"] = [rendering.violation(each) for each in violations.get(lease.id, ())]
+        answer["unknown"] = [each.because for each in doubts.get(lease.id, ())]
+        if self._node.leases.ledger.find(lease.id) is None or lease.claim is not None:
+            return answer  # without a living lease, perhaps for a moment only, its holders are not watched
         for holder, said in zip(lease.holders, answer["holders"], strict=True):
             if not self._node.leases.holder_watch.lives(lease.id, holder):
                 said["gone"] = True
@@ -95,16 +112,14 @@ class LeaseHandlers:
             ]
         return answer
 
-    def _judged(self, leases: list[answer_types.Lease]) -> list[answer_types.Lease]:
-        """Return leases with the last known violations and doubts of their processes."""
-        by_id = {each["id"]: each for each in leases}
+    def _findings(self) -> tuple[Mapping[str | None, list[Violation]], Mapping[str, list[Doubt]]]:
+        """Return the last known violations and doubts, by lease."""
+        violations, doubts = defaultdict[str | None, list[Violation]](list), defaultdict[str, list[Doubt]](list)
         for violation in self._node.violation_monitor.violations:
-            if violation.lease in by_id:
-                by_id[violation.lease]["violations"].append(rendering.violation(violation))
+            violations[violation.lease].append(violation)
         for doubt in self._node.violation_monitor.doubts:
-            if doubt.lease in by_id:
-                by_id[doubt.lease]["unknown"].append(doubt.because)
-        return leases
+            doubts[doubt.lease].append(doubt)
+        return violations, doubts
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
         return may_see(request, self._node.settings.current, lease)
@@ -121,18 +136,20 @@ class LeaseHandlers:
     async def lease(self, request: Request) -> answer_types.Lease:
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
-        (answer,) = self._judged([self._shown(lease, place, secret=is_own(request, lease))])
+        answer = self._shown(lease, place, *self._findings(), secret=is_own(request, lease))
         self._node.leases.group_commit.commit()
         return answer
 
     async def admit(self, request: RequestOf[bodies.LeaseRequest]) -> answer_types.Lease:
         """Grant a lease, now or after waiting for it, or say why not."""
         began, body = clock.monotonic(), request.content
-        if body.owner is not None and not request.principal.admin:
-            raise NotPermittedError(
-                "only an administrator can take out a lease for another user",
-                hint="take it out for yourself, without an owner (--user), or ask an administrator",
-            )
+        if not request.principal.admin:
+            check_reserved(body.labels, body.request_id)
+            if body.owner is not None:
+                raise NotPermittedError(
+                    "only an administrator can take out a lease for another user",
+                    hint="take it out for yourself, without an owner (--user), or ask an administrator",
+                )
         try:
             with naming.of_request(request, self._node.settings.current) as (owner, user, holder):
                 lease = await self._node.admit(

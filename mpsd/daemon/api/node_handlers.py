@@ -15,7 +15,7 @@ from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, may_see
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
@@ -135,33 +135,32 @@ class NodeHandlers:
             ]
         )
 
-    async def clients(self, _: Request) -> answer_types.Clients:
+    async def clients(self, request: Request) -> answer_types.Clients:
         """Return the clients of every server."""
         self._inspect_new_clients()
         attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
         leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
         judged = self._judged()
-        return answer_types.Clients(
-            clients=[
-                answer_types.Client(
-                    pid=pid,
-                    name=proc.command_of(pid),
-                    uid=proc.effective_uid(pid),
-                    daemon=daemon.name,
-                    gpu=daemon.gpu,
-                    server=server.pid,
-                    lease=leases.get((daemon.name, pid)),
-                    memory_held=self._node.gpus.held(daemon.gpu, pid),
-                    sm_activity=self._node.gpus.sm_activity(daemon.gpu, pid),
-                    verdict=judged.get((daemon.name, pid), _WELL)[0],
-                    because=judged.get((daemon.name, pid), _WELL)[1],
-                    hint=judged.get((daemon.name, pid), _WELL)[2],
-                )
-                for daemon in self._node.control_daemons.all()
-                for server in daemon.servers
-                for pid in server.clients
-            ]
+        found = (
+            answer_types.Client(
+                pid=pid,
+                name=proc.command_of(pid),
+                uid=proc.effective_uid(pid),
+                daemon=daemon.name,
+                gpu=daemon.gpu,
+                server=server.pid,
+                lease=leases.get((daemon.name, pid)),
+                memory_held=self._node.gpus.held(daemon.gpu, pid),
+                sm_activity=self._node.gpus.sm_activity(daemon.gpu, pid),
+                verdict=judged.get((daemon.name, pid), _WELL)[0],
+                because=judged.get((daemon.name, pid), _WELL)[1],
+                hint=judged.get((daemon.name, pid), _WELL)[2],
+            )
+            for daemon in self._node.control_daemons.all()
+            for server in daemon.servers
+            for pid in server.clients
         )
+        return answer_types.Clients(clients=await encoded(found, request.pause))
 
     def _inspect_new_clients(self) -> None:
         """Have the clients inspected that control daemons have listed since the last inspection.

@@ -280,6 +280,7 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "ended": time_or_none(lease.ended),
         "expires": None if lease.expires is None or has_ended else _wall_clock(lease.expires),
         "request_id": request.request_id,
+        "claimed_for": lease.claimed_for,
         "wait": waits,
         "violations": [],
         "unknown": [],

@@ -53,10 +53,11 @@ def _row(
     query: type[C] | None = None,
     body: type[C] | None = None,
     errors: tuple[int, ...] = (),
+    in_turns: bool = False,
 ) -> Route[Handlers, Any]:
     """Return the row of a method and a path. The type checker ensures that the handler fits the columns."""
     method, path = of.split()
-    return Route(method, path, role, handler, answer, name, summary, query, body, errors)
+    return Route(method, path, role, handler, answer, name, summary, query, body, errors, in_turns)
 
 
 def _operation(
@@ -83,7 +84,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
              TEXT,
              "The metrics in Prometheus' text format, or in OpenMetrics where `Accept` prefers that. Those about single"
              " leases and clients are of the leases that the caller may see."),
-         "getMetrics", "The node as metrics, for Prometheus", query=MetricsQuery),
+         "getMetrics", "The node as metrics, for Prometheus", query=MetricsQuery, in_turns=True),
     _row("GET /v1/status", lambda h: h.node.status, table.json(answer_types.Status),
          "getStatus", "The node at one moment"),
     _row("GET /v1/principal", lambda h: h.node.principal, table.json(answer_types.Principal),
@@ -93,9 +94,9 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _row("GET /v1/daemons", lambda h: h.node.daemons, table.json(answer_types.Daemons),
          "listDaemons", "The control daemons, their limits and their servers"),
     _row("GET /v1/clients", lambda h: h.node.clients, table.json(answer_types.Clients),
-         "listClients", "The clients of MPS, with their leases"),
+         "listClients", "The clients of MPS, with their leases", in_turns=True),
     _row("GET /v1/leases", lambda h: h.leases.leases, table.json(answer_types.Leases),
-         "listLeases", "The leases that the caller may see", query=LeasesQuery),
+         "listLeases", "The leases that the caller may see", query=LeasesQuery, in_turns=True),
     _row("GET /v1/leases/{id}", lambda h: h.leases.lease, table.json(answer_types.Lease),
          "getLease", "One lease"),
     _row("GET /v1/config", lambda h: h.node.config, table.json(answer_types.Config),
@@ -147,7 +148,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
              " client that follows comes back with its `seq`."),
          "readEvents", "The events, stored and future, one JSON object per line", query=EventsQuery),
     _row("GET /v1/history", lambda h: h.history.history, table.json(answer_types.History),
-         "readHistory", "The granted and held amounts over time", query=HistoryQuery),
+         "readHistory", "The granted and held amounts over time", query=HistoryQuery, in_turns=True),
     _row("GET /v1/openapi.json", lambda h: h.openapi.document, table.document("This document."),
          "getDocument", "This document"),
 )

@@ -4,11 +4,11 @@
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from mpsd.core.model import Lease
 from mpsd.core.roles import Role
@@ -44,6 +44,8 @@ class Request(Struct, frozen=True):
     names: Mapping[str, str]
     accept: str
     """The media types that the caller accepts; empty where its request names none."""
+    pause: Callable[[], Awaitable[None]]
+    """For a route in turns: call it after each piece of work, and others have the loop between two slices of it."""
 
     @property
     def uid(self) -> int:
@@ -119,6 +121,15 @@ def json(kind: type[J], status: int = 200, *, not_ok: int | None = None) -> Answ
     )
 
 
+async def encoded(answers: Iterable[J], pause: Callable[[], Awaitable[None]]) -> list[J]:
+    """Return answers as the JSON text that each becomes in an answer, made one by one: many would take long at once."""
+    texts: list[Any] = []
+    for answer in answers:
+        texts.append(Raw(to_json(answer)))
+        await pause()
+    return texts
+
+
 def negotiated(media_type: str, description: str) -> AnswerKind[Answer]:
     """Return the kind whose handler chooses the media type by the request; this one where the request names none."""
     return AnswerKind(lambda answer: answer, (200,), media_type, {"type": "string"}, None, description)
@@ -179,6 +190,8 @@ class Route(Generic[H, A]):
     body: type[Any] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
+    in_turns: bool = False
+    """Whether its cost grows with what others have, so that a user has one such request answered at a time."""
 
 
 class Table(Generic[T]):

@@ -1,4 +1,7 @@
-"""The listener of the API: it counts connections by uid before it reads from them, and closes silent ones."""
+"""The listener of the API: it counts connections by uid before it reads from them, and closes silent ones.
+
+It also serves the metrics on TCP, where a new connection closes an old one if there are too many.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,8 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import inf
+from operator import attrgetter
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
@@ -18,6 +23,7 @@ from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes.descriptors import Purpose, is_spare
 from mpsd.system.sockets.credentials import PeerCredentials, peer_credentials
+from mpsd.system.sockets.sock_diag import tcp_source
 
 _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""
@@ -35,28 +41,34 @@ _LAST_WORDS: Final = 1.0
 _PAUSE: Final = 0.1
 """Seconds without a request after which a connection is idle, and not just between two requests."""
 
+_deadline: Final = attrgetter("deadline")
+
 _SWEEP: Final = 1.0
 """Seconds between two checks for silent connections."""
 
 
+_QUIET: Final = 60.0
+"""Seconds between two events about too many connections."""
+
+
 class _Inside(set[Connection]):
-    """The open connections, counted by uid."""
+    """The open connections, counted by their sources."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_uid = Counter[int]()
+        self.of = Counter[int | str]()
 
     def add(self, connection: Connection, /) -> None:
         super().add(connection)
-        self.by_uid[connection.peer.uid] += 1
+        self.of[connection.peer.source] += 1
 
     def discard(self, connection: object, /) -> None:
         """Remove a connection."""
         if connection in self and isinstance(connection, Connection):
             super().discard(connection)
-            self.by_uid[connection.peer.uid] -= 1
-            if not self.by_uid[connection.peer.uid]:
-                del self.by_uid[connection.peer.uid]
+            self.of[connection.peer.source] -= 1
+            if not self.of[connection.peer.source]:
+                del self.of[connection.peer.source]
 
 
 class Listener:
@@ -73,8 +85,8 @@ class Listener:
     ) -> None:
         """Take `serve`, which answers requests (see `Connection`).
 
-        `most` bounds the connections where the kernel does not name their uids, as on TCP: all of them count as one
-        unknown uid. On a unix socket, `api.connections_per_uid` bounds the connections of each uid.
+        `most` bounds the connections on TCP, where anybody may connect: beyond it, a new one closes the oldest of the
+        source that has most. On a unix socket, `api.connections_per_uid` bounds the connections of each uid.
         """
         self._serve = serve
         self._most = most
@@ -86,6 +98,8 @@ class Listener:
         self._arrival: asyncio.Future[None] | None = None
         self._stuck = False
         """Whether no descriptor was left at the last attempt: that is logged once, not ten times a second."""
+        self._crowded = -inf
+        """The time of the last event about too many connections."""
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -108,8 +122,8 @@ class Listener:
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
-            who, most = peer_credentials(accepted), self._most or settings.current.api.connections_per_uid
-            if self._connections.by_uid[who.uid] >= most or is_spare(accepted.fileno(), Purpose.CONNECTION):
+            who, most = peer_credentials(accepted), settings.current.api.connections_per_uid
+            if self._connections.of[who.uid] >= most or is_spare(accepted.fileno(), Purpose.CONNECTION):
                 self._reject(accepted, who, most)
                 rejected += 1
                 if rejected % _BATCH == 0:
@@ -117,6 +131,10 @@ class Listener:
                 continue
             self._stuck = False
             peer = Peer(accepted)
+            if self._most is not None:
+                peer.source = tcp_source(accepted)
+                if len(self._connections) >= self._most:
+                    self._make_room(self._most)
             make = partial(Connection, peer, self._serve, self._connections, settings.current.api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
 
@@ -126,9 +144,7 @@ class Listener:
             connection.close()
             return
         self._answered[who] += 1
-        if self._most is not None:
-            because, limit = f"there are {most} open connections, the maximum", "connections"
-        elif self._connections.by_uid[who.uid] >= most:
+        if self._connections.of[who.uid] >= most:
             limit = "api.connections_per_uid"
             because = f"uid {who.uid} has {most} open connections, the maximum ({limit})"
         else:
@@ -139,6 +155,22 @@ class Listener:
         # Nothing is read, and a peer that does not take the answer misses it.
         with connection, contextlib.suppress(OSError):
             connection.send(closing_response(refusal), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def _make_room(self, most: int) -> None:
+        """Close the oldest connection of the source that has most of them, one without a request if it has one."""
+        ((source, count),) = self._connections.of.most_common(1)
+        oldest = min((each for each in self._connections if each.peer.source == source), key=_deadline)
+        self._connections.discard(oldest)
+        oldest.abort()
+        now = clock.monotonic()
+        if now >= self._crowded + _QUIET:
+            self._crowded = now
+            who = f"uid {source}" if isinstance(source, int) else source
+            self._log.warning(
+                EventName.METRICS_CROWDED,
+                because=f"the metrics port has {most} connections, the maximum, and {count} of them are of {who}, whose"
+                " oldest are closed for new ones",
+            )
 
     async def _wait(self) -> None:
         """Wait for a connection, or until the listener is shut; no accepted connection can be lost."""

@@ -43,6 +43,8 @@ class Peer:
         self.credentials = peer_credentials(connection)
         self.uid = self.credentials.uid
         """The uid of the peer."""
+        self.source: int | str = self.uid
+        """Whose connection it counts as: on TCP, the uid of a local process, and otherwise its address."""
         self._connection = connection
         self._accepted = clock.since_boot()
         self._process: Process | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from math import inf
 
 from msgspec import structs
 
@@ -68,6 +69,9 @@ class Node:
         self._admits: dict[int, bool] = {}
         """By index, whether requests for a GPU were admitted when that was last logged."""
         self._changed = asyncio.Event()
+        self._refreshing = asyncio.Lock()
+        self._refreshed = -inf
+        """The beginning of the last reading of the GPUs for `refresh` (monotonic clock)."""
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.violation_monitor = ViolationMonitor(
@@ -177,8 +181,13 @@ class Node:
     async def refresh(self, lease: Lease) -> list[str]:
         """Query the control daemons and the GPUs of a lease again; return the daemons that did not answer in time."""
         late = await self.control_daemons.ask(lease)
-        await self.gpus.read()
-        self.inspect(read=True)
+        asked = clock.monotonic()
+        async with self._refreshing:
+            began = clock.monotonic()
+            if self._refreshed < asked:  # all who asked during a reading share the next one
+                await self.gpus.read()
+                self.inspect(read=True)
+                self._refreshed = began
         return late
 
     def _note_change(self) -> None:

@@ -44,7 +44,7 @@ _ATTRIBUTE: Final = struct.Struct("=HH")
 
 _TCP_QUESTION: Final = struct.Struct("=BBBBI")
 _PORTS: Final = struct.Struct(">HH")
-_ADDRESSES: Final = struct.Struct("4s12x4s12x")
+_ADDRESSES: Final = struct.Struct("16s16s")
 _REST: Final = struct.Struct("=III")
 _TCP_SOCKET: Final = struct.Struct("=BBBB48xIIIII")
 _NO_COOKIE: Final = 0xFFFFFFFF
@@ -113,21 +113,34 @@ def _socket(body: bytes) -> Iterator[_Found]:
 
 
 def tcp_uid(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
-    """Return the uid of the other end of an IPv4 connection; None if the kernel has no such open socket.
+    """Return the uid of the other end of a TCP connection; None if the kernel has no such open socket.
 
     `theirs` and `ours` are the address and port of each end. The kernel looks up a single socket, so the cost does not
     grow with the number of sockets. For a socket that its process has closed, it reports uid 0 regardless of the user,
     so such a socket counts as none.
     """
-    question = _TCP_QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED)
+    family = socket.AF_INET6 if ":" in theirs[0] else socket.AF_INET
+    question = _TCP_QUESTION.pack(family, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED)
     question += _PORTS.pack(theirs[1], ours[1])
-    question += _ADDRESSES.pack(socket.inet_aton(theirs[0]), socket.inet_aton(ours[0]))
+    question += _ADDRESSES.pack(*(socket.inet_pton(family, each[0]) for each in (theirs, ours)))
     question += _REST.pack(0, _NO_COOKIE, _NO_COOKIE)
     with contextlib.suppress(OSError):
         for body in _answers(question, _REQUEST):
             _, state, _, _, _, _, _, uid, inode = _TCP_SOCKET.unpack_from(body)
             return int(uid) if state == _ESTABLISHED and inode else None
     return None
+
+
+def tcp_source(connection: socket.socket) -> int | str:
+    """Return who has the other end of a TCP connection: the uid of a process of this machine, or else its address."""
+    try:
+        theirs, ours = (
+            (each[0].removeprefix("::ffff:"), each[1]) for each in (connection.getpeername(), connection.getsockname())
+        )
+    except OSError:
+        return ""  # it is closed already
+    uid = tcp_uid(theirs, ours)
+    return theirs[0] if uid is None else uid
 
 
 # -- the conversation with the kernel ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -338,6 +339,23 @@ class TestHostileInput:
                 return False
 
             wait_until(drip, what="the slow connection to be cut off", deadline=15)
+        assert web.send("GET", "/").status == 200
+
+
+class TestFlood:
+    def test_behind_many(self, node: Node, make_web: Callable[..., Web]) -> None:
+        """The kernel keeps hundreds of connections for a page that is busy, so that none has to be made again."""
+        web = make_web(node.socket)
+        web.process.send_signal(signal.SIGSTOP)
+        with contextlib.ExitStack() as stack:
+            crowd = [stack.enter_context(socket.socket()) for _ in range(500)]
+            for each in crowd:
+                each.setblocking(False)
+                each.connect_ex((HOST, web.port))
+            wait_until(
+                lambda: len(select.select([], crowd, [], 0)[1]) == len(crowd), what="all to be connected", deadline=5
+            )
+            web.process.send_signal(signal.SIGCONT)
         assert web.send("GET", "/").status == 200
 
 

@@ -22,6 +22,8 @@ from mpsd.core.accounting.accounts import (
     ShareRecord,
 )
 from mpsd.core.accounting.report import By, Report, step_of
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import MIB
 
 START = 1_795_000_000 * SECOND
 
@@ -109,6 +111,49 @@ def test_samples_come_to_the_total(periods: list[tuple[int, int, int]], step: in
         assert sum(each.threads for each in line.samples.values()) == pytest.approx(line.total.threads)
         expected = sum(threads for _, length, threads in periods if length) / 10 / SECOND
         assert line.total.threads == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2 * HOUR), st.integers(0, HOUR), st.integers(0, 10**15)), max_size=20),
+    st.sampled_from([1, 7, 60, 3600]),
+)
+def test_totals_without_samples(periods: list[tuple[int, int, int]], step: int) -> None:
+    """A report of totals has the sums of one with samples, and the seconds of its samples."""
+    whole, totals = (
+        Report(By.GPU, "", START + 90 * SECOND, START + 2 * HOUR, step, totals=each) for each in (False, True)
+    )
+    for begin, length, threads in periods:
+        for report in (whole, totals):
+            report.add(Series("GPU-0", 1), Period(START + begin, START + begin + length, threads=threads))
+    for line, total in zip(whole.lines()[0], totals.lines()[0], strict=True):
+        assert not total.samples
+        assert total.total.threads == pytest.approx(line.total.threads)
+        assert totals.seconds(total) == pytest.approx(sum(whole.bounds(each)[1] for each in line.samples))
+
+
+def test_too_many_samples() -> None:
+    """A report refuses to become larger than its bound, by the samples of few keys as by many keys."""
+    for fit, seconds in ((14, 2000), (15_000, 1)):
+        report, period = (
+            Report(By.NAME, "", START, START + seconds * SECOND, 1),
+            Period(START, START + seconds * SECOND),
+        )
+        for number in range(fit):
+            report.add(Series("GPU-0", 1, f"{number}"), period)
+        with pytest.raises(InvalidRequestError, match="more than 30000 keys and samples"):
+            report.add(Series("GPU-0", 1, "one more"), period)
+
+
+def test_any_number_of_leases() -> None:
+    """A report by lease keeps the most used leases, however many there are, and counts the others."""
+    report, end = Report(By.LEASE, "", START, START + HOUR, 3600, totals=True), START + HOUR
+    for number in range(50_000):
+        used = record(number, START)
+        used.shares = (ShareRecord("GPU-0", 1, 1 + number % 25_000),)
+        report.add_lease(used, end)
+    lines, left_out = report.lines()
+    assert {line.total.memory // (3600 * MIB) for line in lines} == {*range(24_501, 25_001)}
+    assert (len(lines), left_out) == (1000, 49_000)
 
 
 def test_only_what_is_between_counts() -> None:

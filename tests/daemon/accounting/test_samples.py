@@ -43,5 +43,5 @@ def test_old_samples_that_cannot_be_removed(tmp_path: Path, capfd: pytest.Captur
         accountant.sample(NODE, EVENTS, at(later))
         assert "history_not_pruned" in capfd.readouterr().err
         accountant.sample(NODE, EVENTS, at(later + 1), everything=True)
-        threads = sum(period.threads for page in store.pages(0, 0) for periods in page for _, period in periods)
+        threads = sum(period.threads for periods in store.samples(0, 0) for _, period in periods)
     assert threads == 500 * (later + 1) * SECOND

@@ -247,6 +247,18 @@ class TestAnothersLease:
             assert line.ask(uid=ADMIN, threads=1, memory="1GiB", gpu=lease["gpus"][0]).json["limit"] == "user"
             assert user.request("DELETE", path).status == 204
 
+    @pytest.mark.parametrize(
+        ("limit", "asked"),
+        [("labels", {"labels": {"kubernetes/slice": "1"}}), ("request_id", {"request_id": "kubernetes/0af54f2c/0"})],
+    )
+    def test_reserved_for_pods(self, line: Line, limit: str, asked: dict[str, Any]) -> None:
+        """An administrator alone can use the labels and request ids by which the leases of pods are found."""
+        answer = line.ask(uid=USER, threads=1, memory="1GiB", **asked)
+        assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", limit)
+        assert "for administrators" in answer.json["detail"]
+        assert "another beginning" in answer.json["hint"]
+        assert line.granted(uid=ADMIN, threads=1, memory="1GiB", **asked)["owner"]["uid"] == ADMIN
+
     def test_request_id_is_one_s_own(self, line: Line) -> None:
         """A request_id that two users have in common finds each user's own lease."""
         theirs = line.granted(uid=USER, threads=1, memory="1GiB", request_id="guessed")

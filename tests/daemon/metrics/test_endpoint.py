@@ -1,14 +1,19 @@
 """The TCP listener serves sums to every caller, and a hostile caller disturbs nothing else."""
 
 import contextlib
+import os
+import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import NOBODY, needs_root
 from tests.daemon.conftest import make_node
 from tests.daemon.helpers import event
 from tests.harness import wait_until
@@ -21,6 +26,21 @@ __all__ = ["make_node"]
 
 DEADLINE = 20
 
+SCRAPER: Final = """
+import os, socket, sys
+port, uid = map(int, sys.argv[1:])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+connection = socket.socket()
+connection.connect(("127.0.0.1", port))
+print("connected", flush=True)
+sys.stdin.readline()
+connection.sendall(b"GET /metrics HTTP/1.1\\r\\nHost: mpsd\\r\\n\\r\\n")
+print(connection.makefile().readline().strip(), flush=True)
+"""
+"""Connects as a user, and requests the metrics on that connection when it is told to."""
+
 
 @pytest.fixture
 def port() -> int:
@@ -29,14 +49,15 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def config(port: int, more: str = "") -> str:
+def config(port: int, more: str = "", *, address: str = "127.0.0.1") -> str:
     """Return a configuration with a TCP listener for the metrics."""
-    return f'[metrics]\nlisten = "127.0.0.1:{port}"\n{more}'
+    host = f"[{address}]" if ":" in address else address
+    return f'[metrics]\nlisten = "{host}:{port}"\n{more}'
 
 
-def say(port: int, raw: bytes) -> bytes:
+def say(port: int, raw: bytes, *, address: str = "127.0.0.1") -> bytes:
     """Send bytes, and return all bytes that arrive until the other side closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as connection:
+    with socket.create_connection((address, port), timeout=DEADLINE) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(raw)
         answer = bytearray()
@@ -46,10 +67,12 @@ def say(port: int, raw: bytes) -> bytes:
         return bytes(answer)
 
 
-def ask(port: int, method: str = "GET", path: str = "/metrics", *headers: str) -> tuple[int, bytes]:
+def ask(
+    port: int, method: str = "GET", path: str = "/metrics", *headers: str, address: str = "127.0.0.1"
+) -> tuple[int, bytes]:
     """Send a request, and return status and body."""
     head = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: mpsd", *headers, "", ""))
-    answer = say(port, head.encode())
+    answer = say(port, head.encode(), address=address)
     first, _, rest = answer.partition(b"\r\n")
     return int(first.split()[1]), rest.partition(b"\r\n\r\n")[2]
 
@@ -137,20 +160,39 @@ class TestHostile:
         assert not node.events("api_defect")
         assert not node.events("library_report")
 
-    def test_many_connections(self, make_node: Callable[..., Node], port: int) -> None:
-        """Excess connections are refused, silent ones are closed at the deadline, and the API continues to serve."""
-        node = make_node(simulate=1, config=config(port) + "[api]\nheader_deadline = 3\n").start()
-        silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) for _ in range(80)]
-        try:
-            refused = [each for each in silent if b"429" in each.recv(16)]
-            assert len(refused) >= 32, "told, or closed without a word"
+    @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+    def test_many_connections(self, make_node: Callable[..., Node], port: int, address: str) -> None:
+        """A scrape comes before silent connections, of which the oldest are closed; an event names their user."""
+        node = make_node(simulate=1, config=config(port, address=address)).start()
+        with contextlib.ExitStack() as stack:
+            silent = [
+                stack.enter_context(socket.create_connection((address, port), timeout=DEADLINE)) for _ in range(80)
+            ]
+            assert ask(port, address=address)[0] == 200
             assert node.get("/readyz").status == 200
-            wait_until(
-                lambda: ask(port)[0] == 200, what="room for another", deadline=DEADLINE, not_yet=(OSError, IndexError)
-            )
-        finally:
+            assert f"32 of them are of uid {os.geteuid()}," in event(node, "metrics_crowded")["because"]
+            poll = select.poll()
             for each in silent:
-                each.close()
+                poll.register(each, select.POLLRDHUP)
+            closed = {number for number, _ in poll.poll(0)}
+            assert closed == {each.fileno() for each in silent[: len(closed)]}
+            assert len(closed) >= 80 - 32
+
+    @needs_root
+    def test_another_user(self, make_node: Callable[..., Node], port: int) -> None:
+        """The connections of one user close none of another, who has fewer."""
+        make_node(simulate=1, config=config(port)).start()
+        command = [sys.executable, "-I", "-c", SCRAPER, f"{port}", f"{NOBODY}"]
+        with (
+            contextlib.ExitStack() as stack,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as scraper,
+        ):
+            assert scraper.stdout is not None
+            assert scraper.stdout.readline() == "connected\n"
+            for _ in range(80):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE))
+            assert ask(port)[0] == 200  # all of them are accepted
+            assert scraper.communicate("scrape\n")[0] == "HTTP/1.1 200 OK\n"
 
     def test_a_flood(self, make_node: Callable[..., Node], port: int) -> None:
         """Scrapes without a pause share one answer a second, for which mpsd gathers the metrics once."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Final
 
+import pytest
+
 from mpsd.system.sockets.sock_diag import tcp_uid
 from tests.daemon.caller import NOBODY, needs_root
 
@@ -21,17 +23,15 @@ sys.stdin.read()
 """
 
 
-def listening() -> socket.socket:
-    """Return a socket that listens on the loopback address."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    return listener
+def listening(address: str = "127.0.0.1") -> socket.socket:
+    """Return a socket that listens on a loopback address."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
-def test_own() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_own(address: str) -> None:
     """A connection of this process belongs to its user, for a query about either end."""
-    with listening() as listener, socket.create_connection(listener.getsockname()) as client:
+    with listening(address) as listener, socket.create_connection(listener.getsockname()[:2]) as client:
         server, peer = listener.accept()
         with server:
             assert tcp_uid(peer, listener.getsockname()) == os.geteuid()

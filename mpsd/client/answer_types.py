@@ -181,6 +181,13 @@ class Gpu(TypedDict):
     because: str
     hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
     refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
+    users: Annotated[
+        list[int],
+        about(
+            "The uids with leases on it: the one that keeps all others from it, where its control daemon serves one uid"
+            " at a time; otherwise those whose leases the caller may see."
+        ),
+    ]
 
 
 @answer("The GPUs of the node, by index.")

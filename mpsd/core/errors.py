@@ -205,6 +205,15 @@ class AlreadyRunningError(OperatorError):
     exit_code = 1
 
 
+class ExhaustedError(OperatorError):
+    """The machine has no disk space, inode, memory, process or descriptor left for the start of mpsd; retry it."""
+
+    code = "exhausted"
+    status = 503
+    exit_code = 75
+    retryable = True
+
+
 class ForeignDaemonError(OperatorError):
     """A control daemon that mpsd did not start uses this pipe directory."""
 

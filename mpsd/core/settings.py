@@ -356,6 +356,13 @@ class Admission:
         unit="factor",
     )
     memory_reserve: int = size_row(512 * MIB, "Memory of each GPU that is never granted.")
+    smallest_share: ActiveThreadPercentage = row(
+        ActiveThreadPercentage(1),
+        setting_parsers.percentage,
+        "Smallest share of a GPU that is granted, of its threads or of its memory. Where a control daemon serves one"
+        " uid at a time, any lease keeps all other users from its GPU.",
+        unit="%",
+    )
     queue_length: int = count_row(1000, "Maximum number of requests that wait at the same time.")
     queue_per_uid: int = count_row(128, "Maximum number of requests of one uid that wait at the same time.")
     leases: int = count_row(20_000, "Maximum number of leases on the node, including requests that wait.")
@@ -439,6 +446,12 @@ class Quota:
         unit="s",
     )
     gpus: tuple[str, ...] | None = row(None, setting_parsers.names, "UUIDs of the GPUs that the user may use.")
+    gpu_count: int | None = row(
+        None,
+        setting_parsers.count,
+        "Maximum number of GPUs on which the user has leases at a time, and on which its waiting requests may be"
+        " granted. A request that could get a further GPU is granted on a GPU that the user has.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

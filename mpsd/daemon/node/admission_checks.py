@@ -66,7 +66,7 @@ class AdmissionChecks:
         self._quarantine.check(user.uid, _origin(named))
         if not users.is_free(limits_of, request):
             ttl = users.time_to_live(limits_of, ttl)
-            self._check_quota(limits_of, request, user.uid)
+            request = self._within_quota(limits_of, request, user.uid)
         self._check_reach(user.uid)
         return self._visible(request, named, offers), ttl
 
@@ -91,7 +91,8 @@ class AdmissionChecks:
         if lease.owner.uid == uid:
             return  # the lease has counted against the quota since the claim was made
         limits_of = users.quota_of(user, self._settings.current)
-        self._check_quota(limits_of, lease.request, uid)
+        granted = tuple(share.gpu for share in lease.shares)
+        self._within_quota(limits_of, structs.replace(lease.request, gpu="any", among=granted), uid)
         for share in lease.shares:
             if limits_of.gpus is not None and share.gpu not in limits_of.gpus:
                 raise QuotaError(
@@ -110,9 +111,13 @@ class AdmissionChecks:
             raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
         return named.uuid
 
-    def _check_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> None:
+    def _within_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> LeaseRequest:
+        """Return a request within the quota of a user, restricted to the GPUs that it leaves. Raises QuotaError."""
         worth = self._ledger.worth(request) if users.weighs(limits_of) else NOTHING
         users.check_quota(limits_of, self._ledger.user(uid), request, worth)
+        return users.within_gpu_count(
+            limits_of, request, (each for each in self._ledger.all() if each.owner.uid == uid)
+        )
 
     def _check_reach(self, uid: int) -> None:
         """Refuse a uid that cannot have a server, or cannot reach the control sockets. Raises NotPermittedError.

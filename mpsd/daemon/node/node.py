@@ -330,6 +330,7 @@ class Node:
             threads=int(1000 * settings.admission.threads_oversubscription),
             memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
             clients=gpus.clients_max(gpu) - wedge.PLACES,
+            smallest_share=settings.admission.smallest_share.tenths,
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
             knows_many_users=self.control_daemons.knows_many_users,

@@ -286,6 +286,25 @@ class TestSeeing:
             assert seen["others"]["leases"] == 0
         assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
 
+    def test_who_keeps_a_gpu(self, line: Line) -> None:
+        """Everybody sees which uid keeps a GPU whose control daemon serves one uid at a time, and how much it has."""
+        line.granted(uid=USER, threads=0.1, memory="1MiB", gpu="0")
+        for uid in (OBSERVER, OTHER, None):
+            for found in (line.call("GET", path, uid=uid).answer().json for path in ("/v1/status", "/v1/gpus")):
+                assert [(each["users"], each["threads_granted"]) for each in found["gpus"]] == [([USER], 0.1), ([], 0)]
+        refused = line.call("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "gpu": "0"}, uid=OTHER).answer().json
+        assert refused["detail"].startswith(f"uid {USER} has 0.1 % and 1MiB of the GPU, ")
+
+    def test_users_of_a_shared_gpu(self, make_node: Start, make_line: MakeLine) -> None:
+        """Of a GPU that several users share, a user sees itself, and an administrator sees all."""
+        config = f'{CONFIG}[daemon]\nusers = "many"\n'
+        line = make_line(make_node(simulate=1, control=None, config=config).start())
+        for uid in (USER, OTHER):
+            line.granted(uid=uid, threads=1, memory="1GiB")
+        for uid, seen in ((USER, [USER]), (OBSERVER, []), (ADMIN, [USER, OTHER])):
+            (gpu,) = line.call("GET", "/v1/gpus", uid=uid).answer().json["gpus"]
+            assert gpu["users"] == sorted(seen)
+
     def test_token(self, make_node: Start, make_line: MakeLine) -> None:
         """A lease's token is visible to its owner and to administrators, and only where a single lease is requested."""
         line = make_line(make_node(simulate=1, config=f"{CONFIG}[api]\nopen = true\n").start())

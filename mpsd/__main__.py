@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.core.errors import ConfigurationError, MpsdError, OperatorError
+from mpsd.core.errors import ConfigurationError, ExhaustedError, MpsdError, OperatorError
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _run(
 ) -> None:
     from dataclasses import replace
 
-    from mpsd.daemon.http.startup_refusal import answer_refused_start
+    from mpsd.daemon.http.startup_refusal import answer_refused_start, exhausted
     from mpsd.daemon.service import StopDaemons
     from mpsd.system.host.notify import ServiceManager
 
@@ -149,12 +149,13 @@ def _run(
             stop = StopDaemons.DRAIN if drain else StopDaemons.NEVER
             plan = replace(plan, stop_daemons=stop, stop_now=stop_now, manager=manager, farewell=_say_what_is_left)
             return _serve(plan)
-        except MpsdError as error:
-            if error.exit_code != OperatorError.exit_code:
+        except (MpsdError, OSError) as failure:
+            error = exhausted(failure) or failure
+            if isinstance(error, OSError) or error.exit_code not in {OperatorError.exit_code, ExhaustedError.exit_code}:
                 raise  # the next mpsd may succeed
             _say(error)
             manager.notify(f"STATUS=refused: {plain(error.detail)}")
-            if manager.listener is None or not answer_refused_start(manager.listener, error, wanted):
+            if not answer_refused_start(manager.listener, error, wanted):
                 sys.exit(error.exit_code)
 
 

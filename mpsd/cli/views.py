@@ -55,7 +55,7 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     first = node["headline"].partition(":")[0] if node["reasons"] else node["headline"]
     parts = [
         "\n".join([as_here(first), *(fold(as_here(each), look.width, 4) for each in _to_know(node, first, now))]),
-        "\n".join([_gpu_table(node["gpus"], None, look), *_unleased(node["gpus"])]),
+        "\n".join([_gpu_table(node["gpus"], look), *_unleased(node["gpus"])]),
         _daemon_table(node["daemons"], now, look._replace(sort=None), _IN_SHORT),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
     ]
@@ -86,31 +86,25 @@ def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-_USERS: Final = "USERS"
 GPUS: Final = columns_of(
-    ("GPU", "HEALTH", "THREADS", "MEMORY", "", "HELD", "CLIENTS", _USERS, "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
-    drops=("", "COMPUTE MODE", "NAME", "HELD", _USERS),
+    ("GPU", "HEALTH", "THREADS", "MEMORY", "", "HELD", "CLIENTS", "USERS", "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
+    drops=("", "COMPUTE MODE", "NAME", "HELD", "USERS"),
     wide=("RESERVED", "UUID"),
 )
 
 
-def gpus(answer: "answer_types.Gpus", leases: "list[answer_types.Lease]", look: Look) -> str:
-    """List the GPUs, with granted and total capacity, and the users of the leases that the caller may see."""
+def gpus(answer: "answer_types.Gpus", look: Look) -> str:
+    """List the GPUs, with granted and total capacity, and the users that the caller may know of."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
     refused = [
         fold(f"GPU {gpu['index']} admits no request: {as_here(gpu['refused'] or '')}", look.width, 2)
         for gpu in answer["gpus"]
         if gpu.get("refused") and not gpu["hint"]
     ]
-    return "\n".join([_gpu_table(answer["gpus"], leases, look), *_unleased(answer["gpus"]), *troubles, *refused])
+    return "\n".join([_gpu_table(answer["gpus"], look), *_unleased(answer["gpus"]), *troubles, *refused])
 
 
-def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease] | None", look: Look) -> str:
-    """Return the table of GPUs; without leases, it has no column of users."""
-    users: dict[str, set[int]] = {}
-    for lease in leases or ():
-        for share in lease["shares"]:
-            users.setdefault(share["gpu"], set()).add(lease["owner"]["uid"])
+def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
     rows = [
         (
             str(gpu["index"]),
@@ -120,7 +114,7 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease]
             bar(_granted_part(gpu)),
             Figure(size(gpu["memory_held"]), gpu["memory_held"] or 0),
             Figure(taken_places(gpu), gpu["clients"]),
-            ", ".join(sorted(map(name_of, users.get(gpu["uuid"] or "", ())))) or "-",
+            ", ".join(sorted(map(name_of, gpu.get("users", ())))) or "-",
             gpu["compute_mode"] or UNKNOWN,
             size(gpu["memory_reserved"]),
             gpu["uuid"] or UNKNOWN,
@@ -128,8 +122,7 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease]
         )
         for gpu in gpus
     ]
-    shown = [number for number, each in enumerate(GPUS) if leases is not None or each.heading != _USERS]
-    return table([GPUS[each] for each in shown], [[row[each] for each in shown] for row in rows], look, none="no GPUs")
+    return table(GPUS, rows, look, none="no GPUs")
 
 
 def _granted_part(gpu: "answer_types.Gpu") -> float:

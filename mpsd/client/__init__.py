@@ -125,9 +125,9 @@ class Api(Connection):
     def reload(self) -> "answer_types.Reload":
         return cast("answer_types.Reload", self.post("/v1/reload", {}))
 
-    def pardon(self, uid: int) -> None:
-        """Lift the quarantine of a uid."""
-        self.delete(f"/v1/quarantines/{uid}")
+    def pardon(self, who: int | str) -> None:
+        """Lift the quarantine of a uid, or of a control group by its path."""
+        self.delete(f"/v1/quarantines/{who}" if isinstance(who, int) else f"/v1/quarantines?cgroup={segment(who)}")
 
     def operation(self, operation: str) -> "answer_types.Operation":
         """Return an operation in its present state."""

@@ -181,6 +181,13 @@ class Gpu(TypedDict):
     because: str
     hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
     refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
+    users: Annotated[
+        list[int],
+        about(
+            "The uids with leases on it: the one that keeps all others from it, where its control daemon serves one uid"
+            " at a time; otherwise those whose leases the caller may see."
+        ),
+    ]
 
 
 @answer("The GPUs of the node, by index.")
@@ -256,23 +263,28 @@ class Status(TypedDict):
     notes: Annotated[list[str], about("Facts that are no fault but that an operator should know.")]
 
 
-@answer("A uid that may use no control daemon, and gets no lease, until an administrator pardons it.")
+_GROUP: Final = about("The control group of a container of root, in the place of a uid.")
+
+
+@answer("A uid, or a control group, that gets no lease until an administrator pardons it.")
 class Quarantine(TypedDict):
-    uid: int
+    uid: NotRequired[int]
+    cgroup: NotRequired[Annotated[str, _GROUP]]
     since: Time
     because: str
 
 
-@answer("A uid with pipe access at recent crashes of control daemons: at how many, and at how many alone.")
+@answer("Who had pipe access at recent crashes of control daemons: at how many, and at how many alone.")
 class Suspect(TypedDict):
-    uid: int
+    uid: NotRequired[int]
+    cgroup: NotRequired[Annotated[str, _GROUP]]
     crashes: int
     alone: int
 
 
 @answer(
-    "The quarantined uids, and those that may follow.\n\n"
-    "While several uids have access to a control daemon, the one that crashed it cannot be determined."
+    "The quarantined uids and control groups, and those that may follow.\n\n"
+    "While several have access to a control daemon, the one that crashed it cannot be determined."
 )
 class Quarantines(TypedDict):
     quarantines: list[Quarantine]
@@ -403,6 +415,13 @@ class Lease(TypedDict):
     ended: Time | None
     expires: Time | None
     request_id: str | None
+    claimed_for: NotRequired[
+        Annotated[
+            int | None,
+            about("The uid that an administrator claimed it for; null: its request named a holder."),
+            default(None),
+        ]
+    ]
     wait: Wait | None
     violations: NotRequired[Annotated[list[Violation], about("The open violations of its processes."), default([])]]
     unknown: NotRequired[

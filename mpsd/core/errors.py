@@ -90,7 +90,7 @@ class QuotaError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """Control daemons crashed while the caller's uid had pipe access; an administrator can pardon it."""
+    """Control daemons crashed while the caller's uid or container had pipe access; an administrator can pardon it."""
 
     code = "quarantined"
     status = 403
@@ -203,6 +203,15 @@ class AlreadyRunningError(OperatorError):
 
     code = "already_running"
     exit_code = 1
+
+
+class ExhaustedError(OperatorError):
+    """The machine has no disk space, inode, memory, process or descriptor left for the start of mpsd; retry it."""
+
+    code = "exhausted"
+    status = 503
+    exit_code = 75
+    retryable = True
 
 
 class ForeignDaemonError(OperatorError):

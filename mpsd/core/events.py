@@ -70,8 +70,8 @@ class EventName(StrEnum):
         "The record of compute modes cannot be stored.", "the compute modes cannot be stored: {because}")
     DAEMON_STATE = ("daemon_state", "info warning error", "daemon state before on because pid",
         "The state of a control daemon has changed.", "{daemon} is {state}: {because}")
-    DAEMON_DEATH = ("daemon_death", "warning", "daemon how cause verdict delay suspects", "A control daemon has died.",
-        "{daemon} died: {how}; {verdict}")
+    DAEMON_DEATH = ("daemon_death", "warning", "daemon how cause verdict delay suspects cgroups",
+        "A control daemon has died.", "{daemon} died: {how}; {verdict}")
     OPERATION_BEGUN = ("operation_begun", "info", "daemon operation verb because",
         "An operator's command takes effect on a control daemon.", "{daemon}: {verb} began: {because}")
     OPERATION_RESUMED = ("operation_resumed", "info", "daemon operation verb because",
@@ -148,8 +148,12 @@ class EventName(StrEnum):
         "a file of mpsd is damaged: {because}")
     UID_QUARANTINED = ("uid_quarantined", "error", "uid daemon because",
         "A uid has lost access to all control daemons.", "{user} is quarantined: {because}")
-    UID_PARDONED = ("uid_pardoned", "warning", "uid because", "An administrator has pardoned a uid.",
+    UID_PARDONED = ("uid_pardoned", "warning", "uid because", "The quarantine of a uid has ended.",
         "{user} is no longer quarantined: {because}")
+    GROUP_QUARANTINED = ("group_quarantined", "error", "cgroup daemon because",
+        "A container's control group gets no lease any more.", "control group {cgroup} is quarantined: {because}")
+    GROUP_PARDONED = ("group_pardoned", "warning", "cgroup because", "The quarantine of a control group has ended.",
+        "control group {cgroup} is no longer quarantined: {because}")
     SHARED_MEMORY_DIFFERS = ("shared_memory_differs", "warning", "pid because hint",
         "A container and its MPS server have different /dev/shm.", "{because}")
     MOUNTS_UNKNOWN = ("mounts_unknown", "warning", "pid because hint",
@@ -274,7 +278,8 @@ FACTS: Final = {
     "by": "`token` if only the lease's token shows that the process belongs to it.",
     "bytes": "The number of bytes removed.",
     "cause": "The reason why a server is suspect; of a death, the signal, `exit`, or `start` if it could not start.",
-    "cgroup": "The control group that holds the lease.",
+    "cgroup": "The control group that holds the lease, or that is quarantined.",
+    "cgroups": "The control groups that may have caused it: those of containers whose root had access.",
     "client": "The pid of a client process.",
     "clients": "The pids of client processes.",
     "code": "The code of the error, as in the API.",

@@ -13,6 +13,7 @@ from typing import Final, Self
 from msgspec import Struct
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.holders import pardon_of, who_said
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
     Daemon,
@@ -21,7 +22,7 @@ from mpsd.core.model import (
     Health,
     Known,
     Lease,
-    QuarantinedUid,
+    Quarantined,
     Server,
     Suspect,
     UnforeseenAnswer,
@@ -95,7 +96,7 @@ class Kind(StrEnum):
     GPU_NOT_RESTORED = "gpu_not_restored", "", "warning"
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
     QUARANTINE = "quarantine", "", "warning"
-    """A uid crashed control daemons and has no access to any of them. The node is healthy without it."""
+    """A uid or a container crashed control daemons, and gets no lease. The node is healthy without it."""
     FAULT_REPORTED = "fault_reported", "", "warning for_all"
     """The log of a server reports a fatal GPU fault, and grants on its GPU wait for the server's own word. The node
     stays healthy until then, since any user of the server can write such a line."""
@@ -109,7 +110,7 @@ class Kind(StrEnum):
     """The contexts of a lease's clients ended with their control daemon, and the clients live. The node stays
     healthy."""
     SUSPECT = "suspect", "", "warning for_all"
-    """A uid had pipe access when control daemons crashed. Whether it caused the crashes is unknown."""
+    """A uid or a container had pipe access when control daemons crashed. Whether it caused that is unknown."""
 
 
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
@@ -195,7 +196,7 @@ def of_node(
     daemons: Iterable[Daemon],
     *,
     store: str = "",
-    quarantined: Iterable[QuarantinedUid] = (),
+    quarantined: Iterable[Quarantined] = (),
     suspects: Iterable[Suspect] = (),
     violations: Iterable[str] = (),
     limited: bool = False,
@@ -403,19 +404,19 @@ def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
         yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again")
 
 
-def _quarantined(each: QuarantinedUid) -> Reason:
-    because = f"uid {each.uid} has been quarantined since {_time(each.since)}: {each.because}"
-    return Reason(Kind.QUARANTINE, f"uid {each.uid}", because, f"lift the quarantine: mpsctl pardon {each.uid}")
+def _quarantined(each: Quarantined) -> Reason:
+    who = who_said(each.who)
+    because = f"{who} has been quarantined since {_time(each.since)}: {each.because}"
+    if isinstance(each.who, str):
+        because += ". Root in there keeps its access to control daemons where their directories are mounted"
+    return Reason(Kind.QUARANTINE, who, because, f"lift the quarantine: {pardon_of(each.who)}")
 
 
 def _suspect(each: Suspect) -> Reason:
     times = f"{each.crashes} time{'s' if each.crashes > 1 else ''}"
-    because = (
-        f"uid {each.uid} had pipe access when a control daemon crashed: {times} lately, {each.alone} of them alone"
-    )
-    return Reason(
-        Kind.SUSPECT, f"uid {each.uid}", because, "for the crashes, and the other uids with pipe access: mpsctl events"
-    )
+    who = who_said(each.who)
+    because = f"{who} had pipe access when a control daemon crashed: {times} lately, {each.alone} of them alone"
+    return Reason(Kind.SUSPECT, who, because, "for the crashes, and the others with pipe access: mpsctl events")
 
 
 def _not_ready(daemon: Daemon) -> Reason:

@@ -1,15 +1,16 @@
 """The holders of a lease: processes, control groups, or a claim that a holder will take. Pure.
 
-The names that users know for a control group, the unit or the container in its path, are for output only. Any user who
-may make control groups can choose the names of others, so a name is no evidence.
+The names that users know for a control group, the unit or the container in its path, are no evidence: any user who may
+make control groups can choose the names of others. They are for output, and widen a quarantine to a whole container.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.model import Claim, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.core.model import Claim, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity, Who
 
 MOST: Final = 64
 """Maximum holders of a lease at a time: mpsd needs a descriptor for each."""
@@ -141,6 +142,38 @@ def group_name(path: str) -> GroupName:
         elif not (container or pod) and _UNIT.match(part) and (not part.endswith(".slice") or not unit):
             unit = part
     return GroupName(unit, container, pod)
+
+
+def origin(holder: Holder) -> str:
+    """Return the control group of the pod, container or unit of a holder; empty for a process outside containers.
+
+    It is the outermost group that is named like a pod or container, so that root in there cannot leave it for a group
+    of its own making.
+    """
+    path = holder.group.path if isinstance(holder, HoldingGroup) else holder.container
+    parts = path.split("/")
+    ends = (number for number, part in enumerate(parts, 1) if any(each.match(part) for each in (_POD, _SCOPE, _BARE)))
+    return "/".join(parts[: next(ends, None)])
+
+
+def origins(lease: Lease) -> set[str]:
+    """Return the control groups that a lease came from."""
+    return {*map(origin, lease.holders)} - {""}
+
+
+def is_within(path: str, group: str) -> bool:
+    """Tell whether a path is that of a control group, or of one below it."""
+    return path == group or path.startswith(f"{group}/")
+
+
+def who_said(who: Who) -> str:
+    """Name a uid or a control group."""
+    return f"control group {who}" if isinstance(who, str) else f"uid {who}"
+
+
+def pardon_of(who: Who) -> str:
+    """Return the command that lifts a quarantine."""
+    return f"mpsctl pardon {shlex.quote(str(who))}"
 
 
 def group_facts(holder: Holder | Claim) -> dict[str, str]:

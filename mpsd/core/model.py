@@ -101,6 +101,8 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
     """The time of day at its start, computed when the process was named."""
     uid: int | None = None
     """Its real uid at that time, where an administrator named the owner of the lease."""
+    container: str = ""
+    """The path of its control group at that time, where it was in a container: `/` where it was in none of its own."""
 
 
 class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
@@ -505,7 +507,8 @@ class Lease(Struct, frozen=True):
     closing: str = ""
     """Why its clients are being ended: it accepts no more of them, and ends after the last of them."""
     claimed_for: int | None = None
-    """The uid that it was first claimed for, under which its request_id counts; None: its request had a holder."""
+    """The uid that an administrator first claimed it for, under which its request_id counts; None: its request had a
+    holder."""
 
     @property
     def clients(self) -> tuple[ProcessIdentity, ...]:
@@ -517,18 +520,22 @@ class Lease(Struct, frozen=True):
         return tuple(each.process for each in self.attached if each.gpu == gpu)
 
 
-class Suspect(Struct, frozen=True):
-    """A uid that had pipe access at crashes of control daemons: how many, and how many of them alone."""
+Who: TypeAlias = int | str
+"""A uid, or the path of the control group of a container whose uid no access list keeps out."""
 
-    uid: int
+
+class Suspect(Struct, frozen=True):
+    """A uid, or a control group, that had pipe access at crashes of control daemons: how many, and how many alone."""
+
+    who: Who
     crashes: int
     alone: int
 
 
-class QuarantinedUid(Struct, frozen=True):
-    """A uid without access to any control daemon until an administrator pardons it."""
+class Quarantined(Struct, frozen=True, rename={"who": "uid"}):
+    """A uid, or a control group, that gets no lease until an administrator pardons it."""
 
-    uid: int
+    who: Who
     since: datetime
     because: str
 
@@ -554,4 +561,4 @@ class ViolationKind(StrEnum):
     """It descends from its lease's holder, but runs as another user than the lease's owner: it is no client of the
     lease."""
     QUARANTINED = "quarantined"
-    """Its uid crashed control daemons, and is quarantined."""
+    """Its uid, or its control group, crashed control daemons, and is quarantined."""

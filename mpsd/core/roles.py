@@ -4,7 +4,7 @@ Users and groups are compared as numbers, which come from the kernel. The number
 configuration is read (`Settings.names`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -12,6 +12,10 @@ from typing import Final
 from mpsd.core.errors import NotPermittedError
 from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Settings
+
+RESERVED: Final = "kubernetes/"
+"""The beginning of the labels and request ids by which mpsd-kubernetes finds the leases of pods: administrators alone
+may use it."""
 
 _LONGEST_NUMBER: Final = 10
 """Maximum digits of a uid or gid, which has 32 bits."""
@@ -95,6 +99,18 @@ def require(role: Role | None, needed: Role, *, contained: bool = False) -> None
         f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}",
         hint="ask root to do it, or use sudo",
     )
+
+
+def check_reserved(labels: Iterable[str], request_id: str | None) -> None:
+    """Refuse the labels and the request id that only an administrator may use. Raises NotPermittedError."""
+    for limit, name in (*(("labels", each) for each in labels), ("request_id", request_id or "")):
+        if name.startswith(RESERVED):
+            raise NotPermittedError(
+                f"{limit}: {name!r} begins with {RESERVED!r}, which is for administrators: mpsd-kubernetes finds the"
+                " leases of pods by it",
+                hint="choose a name with another beginning",
+                limit=limit,
+            )
 
 
 def names_in(settings: Settings) -> tuple[str, ...]:

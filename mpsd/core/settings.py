@@ -234,8 +234,8 @@ class ControlDaemon:
     probe_interval: float = duration_row(15.0, "Time between two liveness probes of a quiet control daemon.")
     deaths: int = count_row(
         5,
-        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`. Crashes that"
-        " another uid than root may have caused do not count.",
+        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`. Crashes of one"
+        " that listened do not count, since any process that reached its socket may have caused them.",
     )
     death_window: float = duration_row(60.0, "How long a death counts towards `daemon.deaths`.")
     log_size: int = size_row(
@@ -312,11 +312,15 @@ class Enforcement:
 
     crashes: int = count_row(
         2,
-        "Number of crashes of control daemons within `enforcement.crash_window` after which mpsd quarantines a uid. The"
-        " uid had pipe access at each of these crashes, and was the only uid with pipe access at one of them.",
+        "Number of crashes of control daemons within `enforcement.crash_window` after which mpsd quarantines a uid, or"
+        " the control group of a container of root. It had pipe access at each of these crashes, and alone at one of"
+        " them.",
     )
     crash_window: float = duration_row(
-        3600.0, "How long a crash of a control daemon counts against the uids that had pipe access."
+        3600.0, "How long a crash of a control daemon counts against the uids and containers that had pipe access."
+    )
+    quarantine: float = duration_row(
+        2592000.0, "How long a quarantine lasts without a pardon. By then, another user may have the uid."
     )
 
 
@@ -336,7 +340,8 @@ class Violations:
     )
     outside: OnViolation | None = _action("a process with a lease that runs on its GPU outside MPS.")
     quarantined: OnViolation | None = _action(
-        "a uid that is quarantined: keep it out (`report`), or also end its leases and clients (`terminate`)."
+        "a uid that is quarantined: keep it out (`report`), or also end its leases and clients (`terminate`). Leases of"
+        " a quarantined container of root end in any case."
     )
 
 
@@ -351,6 +356,13 @@ class Admission:
         unit="factor",
     )
     memory_reserve: int = size_row(512 * MIB, "Memory of each GPU that is never granted.")
+    smallest_share: ActiveThreadPercentage = row(
+        ActiveThreadPercentage(1),
+        setting_parsers.percentage,
+        "Smallest share of a GPU that is granted, of its threads or of its memory. Where a control daemon serves one"
+        " uid at a time, any lease keeps all other users from its GPU.",
+        unit="%",
+    )
     queue_length: int = count_row(1000, "Maximum number of requests that wait at the same time.")
     queue_per_uid: int = count_row(128, "Maximum number of requests of one uid that wait at the same time.")
     leases: int = count_row(20_000, "Maximum number of leases on the node, including requests that wait.")
@@ -434,6 +446,12 @@ class Quota:
         unit="s",
     )
     gpus: tuple[str, ...] | None = row(None, setting_parsers.names, "UUIDs of the GPUs that the user may use.")
+    gpu_count: int | None = row(
+        None,
+        setting_parsers.count,
+        "Maximum number of GPUs on which the user has leases at a time, and on which its waiting requests may be"
+        " granted. A request that could get a further GPU is granted on a GPU that the user has.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
     gpus = Gpus(source, ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log), log)
     ledger = Ledger(plan.settings.admission, Usage(half_life, stored_usage(stores.accounts, half_life)))
     quarantine = Quarantine(run_dir.quarantines, settings, log)
-    pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
+    pipe_access = NodePipeAccess(run_dir.daemon, ledger, quarantine, settings=settings, log=log)
     endings = Endings(EndStore(run_dir.ends), settings, log)
     lease_store = LeaseStore(stores.leases)
     completeness = Completeness(lease_store, log)

@@ -24,6 +24,7 @@ from mpsd.core.kubernetes.settings import GpuDevices, Offer, Settings
 from mpsd.core.model import Limits
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.roles import RESERVED
 from mpsd.kubernetes.kubelet import Kubelet, User, group_path, is_populated
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
@@ -170,7 +171,7 @@ class Allocations(PodLeases):
                 )
 
     def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
-        settings, request = self._settings, f"kubernetes-{secrets.token_hex(16)}"
+        settings, request = self._settings, f"{RESERVED}{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
         lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, labels=labels, request_id=request)
         share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
@@ -189,7 +190,7 @@ class Allocations(PodLeases):
             given |= _variables_of(encoded)
         for name, value in lease["env"].items():
             if name.startswith("CUDA_") and given.get(name) != value:
-                held = claims.held(lease, clock.now())
+                held = claims.held(lease, clock.now(), self._settings)
                 if held is not None:
                     self._try(Release(held, f"{container} was given another {name} than it has"))
                 raise NotPermittedError(

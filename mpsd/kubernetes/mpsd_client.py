@@ -10,8 +10,9 @@ from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
-from mpsd.core.kubernetes.claims import Claimed
+from mpsd.core.kubernetes.claims import Claimed, Held
 from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.units import MIB
 from mpsd.system import clock
 
@@ -44,9 +45,9 @@ class Mpsd:
     Every method raises UnreachableError when mpsd does not answer, and the errors of mpsd's answers.
     """
 
-    def __init__(self, socket: str, ended: threading.Event) -> None:
+    def __init__(self, settings: Settings, ended: threading.Event) -> None:
         """`ended` is set when this program ends: all waits then end."""
-        self._socket = socket
+        self._settings, self._socket = settings, str(settings.socket)
         self._ended = ended
 
     def seen(self) -> list[Gpu]:
@@ -84,11 +85,12 @@ class Mpsd:
 
     def claimed(self) -> list[Claimed]:
         """Return the leases that are for containers of Kubernetes."""
-        return [found for each in self.leases() if (found := _claimed(each)) is not None]
+        return [found for each, held in self.leases() if held and (found := _claimed(each, held)) is not None]
 
-    def leases(self) -> list[LeaseAnswer]:
-        """Return all leases that have not ended, without their tokens."""
-        return self._patiently(lambda api: api.leases()["leases"])
+    def leases(self) -> list[tuple[LeaseAnswer, Held | None]]:
+        """Return all leases that have not ended, without their tokens, and how those of pods are held."""
+        now, leases = clock.now(), self._patiently(lambda api: api.leases()["leases"])
+        return [(each, claims.held(each, now, self._settings)) for each in leases]
 
     def lease(self, lease: str) -> LeaseAnswer:
         """Return a lease with its environment and token. Raises NotFoundError."""
@@ -166,9 +168,8 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
     )
 
 
-def _claimed(lease: "answer_types.Lease") -> Claimed | None:
-    now, granted = clock.now(), lease["granted"]
-    held, numbers = claims.held(lease, now), claims.devices_of(lease["labels"])
-    if granted is None or held is None or numbers is None:
+def _claimed(lease: LeaseAnswer, held: Held) -> Claimed | None:
+    granted, numbers = lease["granted"], claims.devices_of(lease["labels"])
+    if granted is None or numbers is None:
         return None
-    return Claimed(held, lease["gpus"][0], numbers, (now - datetime.fromisoformat(granted)).total_seconds())
+    return Claimed(held, lease["gpus"][0], numbers, (clock.now() - datetime.fromisoformat(granted)).total_seconds())

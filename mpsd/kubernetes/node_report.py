@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from mpsd.core.errors import MpsdError
-from mpsd.core.kubernetes import node_state, pods
+from mpsd.core.kubernetes import node_state
+from mpsd.core.kubernetes.claims import Held
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 from mpsd.core.units import MIB
@@ -71,18 +72,15 @@ class NodeReport(Part):
         return True
 
 
-def _state(gpu: Gpu, leases: Sequence[LeaseAnswer]) -> GpuState:
+def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuState:
     shares = [
         ShareState(
-            _pod_of(lease), round(share["active_thread_percentage"] * 10), share["pinned_device_mem_limit"] // MIB
+            (held and held.pod) or "",
+            round(share["active_thread_percentage"] * 10),
+            share["pinned_device_mem_limit"] // MIB,
         )
-        for lease in leases
+        for lease, held in leases
         for share in lease["shares"]
         if share["gpu"] == gpu.uuid
     ]
     return GpuState(gpu, shares)
-
-
-def _pod_of(lease: LeaseAnswer) -> str:
-    found = (pods.pod_of(each.get("cgroup") or "") for each in lease["holders"])
-    return next((each for each in found if each is not None), "")

@@ -82,7 +82,7 @@ class Program(NamedTuple):
 
 def program(settings: Settings, log: Log) -> Program:
     ended = threading.Event()
-    return Program(settings, Mpsd(str(settings.socket), ended), Board(), log, ended)
+    return Program(settings, Mpsd(settings, ended), Board(), log, ended)
 
 
 class Part:

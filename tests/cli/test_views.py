@@ -37,6 +37,7 @@ def gpu(**other: Any) -> Any:
         "because": "it answers",
         "hint": None,
         "refused": None,
+        "users": [0],
         **other,
     }
 
@@ -115,8 +116,8 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  COMPUTE MODE  NAME",
-        f"0    ok      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  default       H100",
+        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
+        f"0    ok      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
         "gpu0    ready  2m     4711  100%     no limit  -",
@@ -154,7 +155,7 @@ def test_a_sick_node() -> None:
         "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
         "  gpu0: it was 10 %; mpsd restored it at 02:57 (2m ago)",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  COMPUTE MODE  NAME",
+        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
     ]
     assert lines[-1].endswith("on simulated GPUs")
 
@@ -189,7 +190,7 @@ def test_a_daemon_that_is_drained() -> None:
         text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW, PLAIN)
         assert text.splitlines()[1].split()[1] == word
     refused = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:57:00+00:00"
-    text = views.gpus({"gpus": [gpu(refused=refused)]}, [], PLAIN)
+    text = views.gpus({"gpus": [gpu(refused=refused)]}, PLAIN)
     assert text.splitlines()[2] == f"GPU 0 admits no request: gpu0 is held: root holds it (a fan), at {when(THEN)}"
 
 
@@ -278,7 +279,7 @@ def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> No
 
 def test_clients_without_a_lease() -> None:
     """A client without a lease takes a place as well."""
-    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}, [], PLAIN).splitlines()[1:]
+    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}, PLAIN).splitlines()[1:]
     assert " 3 of 48 " in row
     assert "2 clients without a lease" in line
 
@@ -298,7 +299,7 @@ def test_what_is_unknown() -> None:
     lost = gpu(uuid=None, name=None, memory_total=None, memory_held=None, clients_max=None, health="unknown")
     (row,) = views.daemons({"daemons": [silent]}, NOW, PLAIN).splitlines()[1:]
     assert row.split() == ["gpu0", "ready", "2m", "-", "unknown", "unknown", "-", "unknown", "/run/mpsd/mps/gpu0"]
-    (row,) = views.gpus({"gpus": [lost]}, [], PLAIN).splitlines()[1:]
+    (row,) = views.gpus({"gpus": [lost]}, PLAIN).splitlines()[1:]
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
     client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
@@ -318,7 +319,7 @@ def test_servers() -> None:
 
 def test_troubles() -> None:
     """Below the tables is the reason why a GPU or a control daemon is not well, and the remedy."""
-    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}, [], PLAIN)
+    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}, PLAIN)
     assert text.endswith("\nGPU 0: MIG is enabled\n  hint: disable it")
     text = views.daemons(
         {"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW, PLAIN
@@ -328,7 +329,7 @@ def test_troubles() -> None:
 
 def test_nothing_there() -> None:
     """An empty list is a sentence, not a line of headings."""
-    assert views.gpus({"gpus": []}, [], PLAIN) == "no GPUs"
+    assert views.gpus({"gpus": []}, PLAIN) == "no GPUs"
     assert views.daemons({"daemons": []}, NOW, PLAIN) == "no control daemons"
     assert views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
     assert views.clients({"clients": []}, PLAIN) == "no clients"

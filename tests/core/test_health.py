@@ -19,7 +19,7 @@ from mpsd.core.model import (
     Health,
     Known,
     Limits,
-    QuarantinedUid,
+    Quarantined,
     Server,
     StoppedServer,
     Suspect,
@@ -167,7 +167,7 @@ def test_the_hint_of_the_control_daemon_comes_first() -> None:
 
 def test_uids() -> None:
     """A uid that crashed control daemons, or may have, is named with the remedy; the node stays healthy for others."""
-    shut_out = QuarantinedUid(1001, datetime(2026, 11, 22, 3, tzinfo=UTC), "it did")
+    shut_out = Quarantined(1001, datetime(2026, 11, 22, 3, tzinfo=UTC), "it did")
     node = health.of_node([GPU], [DAEMON], quarantined=[shut_out], suspects=[Suspect(1002, 2, 1)])
     assert node.healthy
     assert [(each.kind, each.subject, each.because) for each in node.warnings] == [

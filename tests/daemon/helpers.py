@@ -98,9 +98,9 @@ def client_of(node: Node, uid: int, **asked: Any) -> DrivenProgram:
     return DrivenProgram([sys.executable, "-c", _OF_USER], environment)
 
 
-def quarantine(node: Node, uid: int) -> None:
+def quarantine(node: Node, uid: int, *, since: str = "2099-01-01T00:00:00Z") -> None:
     """Have the next mpsd of a node find that this uid is quarantined; mpsd must not run."""
-    quarantined = [{"uid": uid, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
+    quarantined = [{"uid": uid, "since": since, "because": "of a test"}]
     record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
     (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
 

@@ -1,10 +1,12 @@
 """A configuration that cannot work is refused before anything starts; the refusal names the limit and the remedy."""
 
+import contextlib
 import http.client
 import os
 import re
 import subprocess
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,15 @@ import pytest
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import is_running, untouched
+from tests.disks import as_root, fill, mounted
 from tests.harness import below, remove_tree, wait_until
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)
 
 CONFIGURATION = 78
+RETRIED = 75
+"""Not in RestartPreventExitStatus= of mpsd.service."""
 
 _PATHS = """
 [paths]
@@ -93,6 +98,32 @@ class TestPlace:
         node.root.chmod(0o711)
         node.start()
         assert node.get("/readyz").status == 200
+
+
+@as_root
+class TestLack:
+    """What every user can use up, and give back."""
+
+    @pytest.mark.parametrize(("size", "remedy"), [("4m,nr_inodes=24", "df -i"), ("128k", "free space")])
+    def test_full_runtime_directory(self, make_node: Start, size: str, remedy: str) -> None:
+        """Without an inode or space in the runtime directory, mpsd ends with a status that is retried."""
+        node = make_node(simulate=1, config="")
+        run = node.root / "run"
+        run.mkdir(mode=0o755)
+        with mounted(run, size, "755"):
+            full = run / "full"
+            full.mkdir()
+            with contextlib.suppress(OSError):
+                for number in count():
+                    (full / str(number)).touch()
+                    if "nr_inodes" not in size:
+                        fill(full)
+                        break
+            assert remedy in refusal(node, "exhausted", RETRIED)
+            remove_tree(full)
+            node.start()
+            node.end()
+            node.clean_up()
 
 
 class TestProgram:

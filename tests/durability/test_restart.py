@@ -218,7 +218,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         settings = LiveSettings(Settings().under(directory))
         run_dir = RunDir(settings.current, 0)
         quarantine = Quarantine(directory / "quarantines.json", settings, log)
-        pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
+        pipe_access = NodePipeAccess(run_dir.daemon, ledger, quarantine, settings=settings, log=log)
         pipe_access.of(OFFER.daemon, OFFER.gpu)
         lease_store = LeaseStore(store)
         completeness = Completeness(lease_store, log)

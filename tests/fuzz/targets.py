@@ -365,11 +365,11 @@ def record(data: bytes) -> None:
             found.find()
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
-            let_in = LetInRecord(paths, log)
+            let_in = LetInRecord(paths, list, log)
             let_in.resume(ProcessIdentity(9, 1))
             quarantine = Quarantine(Path(folder) / "quarantines", LiveSettings(Settings()), log)
             deaths = DeathTally(paths.death_tally, let_in, quarantine, log)
-            deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
+            deaths.count(Ended("it died", "SIGSEGV", listened=True), ControlDaemon())
             position = Record(paths.reading, control_log._Reading, log).load()
             if position is not None:
                 LogFollower(paths.control_log, position.control).read()

@@ -32,6 +32,7 @@ _MPSD_ENDS: Final = {
     0: "Success: mpsd was stopped, or, for check, the configuration is valid",
     1: "Any other error, such as another mpsd in the same runtime directory",
     2: "Usage error",
+    75: "The machine lacks something that mpsd needs to start, such as disk space: start it again",
     78: "The configuration is invalid, or the machine has no NVIDIA driver",
 }
 

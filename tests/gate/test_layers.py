@@ -113,6 +113,7 @@ CORE_STANDARD_LIBRARY: Final = frozenset({
     "functools", "heapq", "ipaddress", "itertools", "math", "operator", "re", "string", "textwrap", "types", "typing",
     "json",  # to quote text, not to read files
     "pathlib",  # as a value: other code touches the disk
+    "shlex",  # to quote a path in a command that an operator is told to type
     "tomllib",  # from text, not from a file
 })  # fmt: skip
 """The modules that core may use: none that does I/O, knows the time, waits, logs, or has random numbers."""

@@ -18,6 +18,7 @@ from mpsd.core.settings import LogFormat
 from mpsd.daemon.http.peer import RefusalLog
 from mpsd.daemon.record.log import configure
 from mpsd.system.sockets.credentials import PeerCredentials
+from tests.control_groups import control_group
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.real_daemon(535), needs_root]
 
 ANN, BOB = 2601, 2602
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
+ROOT: Final = {"uid": 0, "gid": 0}
 
 CONTAINER: Final = f"""
 import ctypes, json, os, signal, socket, sys
@@ -239,6 +241,30 @@ class TestRootOfAContainer:
             mine = contained.admit(**SMALL)
             assert (mine.status, mine.json["owner"]["uid"]) == (201, uid)
         assert node.daemons()["gpu0"]["state"] == "ready"
+
+    def test_names_its_own_groups(self, node: Node) -> None:
+        """It names only its own control group and those below it as a holder, although uid 0 owns all others too.
+
+        Nor does it change the holders of a lease that one of the others holds.
+        """
+        hierarchy = "name=systemd"
+        with (
+            control_group(hierarchy, "own") as own,
+            control_group(hierarchy, f"{own.name}/below") as below,
+            control_group(hierarchy, own.name) as other,
+        ):
+            enter = f"import os\nopen({str(own / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+            lease = node.request("POST", "/v1/leases", {**SMALL, "holder": {"cgroup": str(other)}, "owner": ROOT}).json
+            with calling(node.socket, before=enter + ROOT_OF.format(flags=OWN_PIDS, uid=0)) as contained:
+                answers = [contained.admit(**SMALL, ttl=600, holder={"cgroup": str(each)}) for each in (other, own)]
+                assert [each.status for each in answers] == [403, 201], answers
+                assert (answers[0].json["code"], answers[0].json["limit"]) == ("not_permitted", "cgroup")
+                path = f"/v1/leases/{lease['id']}/holders"
+                assert contained.request("POST", path, {"replace": True}).status == 403
+                mine = f"/v1/leases/{answers[1].json['id']}/holders"
+                for group, status in ((other, 403), (below, 200)):
+                    answer = contained.request("POST", mine, {"cgroup": str(group), "replace": True})
+                    assert answer.status == status, answer.body
 
     @pytest.mark.parametrize("uid", [0, BOB])
     def test_mounts_say_nothing(self, node: Node, uid: int) -> None:

@@ -321,9 +321,9 @@ def _lease_of(api: Api, pid: int) -> str | None:
 
 @container.command(hidden=True)
 @click.argument("lease")
-@click.option("--pod", "is_of_pod", is_flag=True, help="Have the control group of its pod hold it.")
+@click.option("--pod", "root", metavar="ROOT", help="Have its pod's control group, below kubelet's ROOT, hold it.")
 @with_api
-def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
+def hook(api: Api, lease: str, *, root: str | None) -> None:
     """Take a lease for a container that is being created; its runtime calls this, with its state on stdin."""
     state = oci.state(sys.stdin.buffer.read(oci.STATE_BYTES))
     found = oci.container(_configuration(state))
@@ -352,8 +352,9 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
             f"the program of the container will run as uid {uid}, and the lease is for your own, {own}",
             hint="run it as root of the container, which is you, or with --userns=keep-id",
         )
-    if is_of_pod:
-        _check_same(_take_for_pod(api, lease, request, state.pid, uid), lease, directory)
+    if root is not None:
+        request["cgroup"] = _pod_group(state.pid, root)
+        _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
         return
     request["pid"] = state.pid
     # Without a control group by the runtime (podman of a user on version 1), the container would share one with others.
@@ -377,19 +378,25 @@ def _check_same(taken: "answer_types.Lease", lease: str, directory: str) -> None
         )
 
 
-def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], pid: int, uid: int) -> "answer_types.Lease":
+def _pod_group(pid: int, root: str) -> str:
+    """Return the control group of the pod of a container's process. Raises NotPermittedError."""
+    above = [path.rpartition("/")[0] for path in proc.control_groups(pid).values()]
+    group = next((path for path in above if pods.pod_of(path, root) is not None), None)
+    if group is None:
+        raise NotPermittedError(
+            f"process {pid} of the container is in no control group of a pod below {root}",
+            hint="see kubelet's cgroupsPerQOS, and cgroup_root of mpsd-kubernetes",
+        )
+    return group
+
+
+def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
     """Let the pod of a container hold a lease, so that the lease outlives its containers; each of them requests this.
 
     Another pod that shares the lease is one of its bearers, through the token in its environment.
     """
-    above = [path.rpartition("/")[0] for path in proc.control_groups(pid).values()]
-    group = next((path for path in above if pods.pod_of(path) is not None), None)
-    if group is None:
-        raise NotPermittedError(
-            f"process {pid} of the container is in no control group of a pod", hint="see kubelet's cgroupsPerQOS"
-        )
     try:
-        taken = _take(api, lease, {**request, "cgroup": group, "while": "exists"})
+        taken = _take(api, lease, {**request, "while": "exists"})
     except AlreadyClaimedError:
         taken = api.lease(lease)
     if taken["owner"]["uid"] != uid:

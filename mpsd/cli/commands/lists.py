@@ -48,7 +48,7 @@ def gpus(api: Api, listing: Listing) -> None:
     print_listing(
         listing,
         api.gpus,
-        lambda safe, look: views.gpus(safe, plain(api.leases()["leases"]), look),
+        views.gpus,
         lambda answer: (each["uuid"] or f"{each['index']}" for each in answer["gpus"]),
     )
 

@@ -44,10 +44,12 @@ def metrics(api: Api, textfile: Path | None, *, users: bool | None) -> None:
     if textfile is None:
         click.echo(text, nl=False)
         return
-    from mpsd.system.files import atomic_file
+    from mpsd.system.files import atomic_file, path_safety
 
     try:
-        atomic_file.write(textfile, text, mode=_MODE)
+        # Others may own the directory, as node_exporter's user does on Debian.
+        with path_safety.opened(textfile.parent) as directory:
+            atomic_file.write(directory / textfile.name, text, mode=_MODE)
     except OSError as error:
         raise ConfigurationError(
             f"the metrics cannot be written to {textfile}: {error.strerror}",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import users, views
 from mpsd.cli.command import SignalledError, print_answer, with_api, with_form
 from mpsd.cli.options import DURATION_OR_0, Adds, daemon_names, given, together
 from mpsd.cli.terminal import Progress, pauses, raised_signals
@@ -128,11 +128,14 @@ def _reloaded(answer: "answer_types.Reload") -> str:
 
 
 @click.command()
-@click.argument("uid", type=click.IntRange(min=0))
+@click.argument("who", metavar="UID|CGROUP")
 @with_api
-def pardon(api: Api, uid: int) -> None:
-    """Lift the quarantine of a uid that had pipe access when control daemons crashed.
+def pardon(api: Api, who: str) -> None:
+    """Lift the quarantine of a uid or a container that had pipe access when control daemons crashed.
 
-    UID is the number of a user, as `mpsctl status` names it.
+    UID is the number of a user, and CGROUP the path of a container's control group, as `mpsctl status` names them.
     """
-    api.pardon(uid)
+    uid = users.number(who)
+    if uid is None and not who.startswith("/"):
+        raise click.BadParameter(f"{who!r} is neither a uid nor the path of a control group")
+    api.pardon(who if uid is None else uid)

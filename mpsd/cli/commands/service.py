@@ -60,7 +60,7 @@ def install(*, dry: bool) -> None:
 
 
 @service.command()
-@click.option("--purge", is_flag=True, help="Also remove the configuration, mpsd's state, and the logs.")
+@click.option("--purge", is_flag=True, help="Also remove the configuration, and mpsd's files of state and logs.")
 @_DRY_RUN
 def uninstall(*, purge: bool, dry: bool) -> None:
     """Stop mpsd and remove the files that install wrote, except those that were changed since.

@@ -390,6 +390,22 @@ class Accounts:
         self._dirty.clear()
         return taken
 
+    def jump(self, at: int, to: int) -> None:
+        """Note that the time of day has become `to` where it was `at`: nothing is summed in between.
+
+        Each open lease began when it did by the new clock, so that its length is right.
+        """
+        for series, account in self._accounts.items():
+            account.advance(at)
+            account.at = to
+            period = account.take()
+            if period.start < period.end or period.begun:
+                self._finished.append((series, period))
+        for record in self.open.values():
+            record.advance(at)
+            record.began, record.at = record.began + to - at, to
+        self.changed.update(self.open)
+
     def put_back(self, periods: Periods) -> None:
         """Take back periods that could not be stored, added up to one period for each series."""
         rollup = Rollup()

@@ -78,6 +78,8 @@ class Offer(Struct, frozen=True):
     client_priority: bool = True
     """Whether its driver supports client priorities."""
     refusal: Refusal | None = None
+    smallest_share: int = 1
+    """Tenths of a percent."""
     unleased: Amount = NOTHING
     """The use by clients without a lease. No request is granted this amount, but this amount alone never makes a
     request impossible."""
@@ -243,7 +245,7 @@ def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple
 
 def never(need: Amount, offer: Offer) -> Shortage | None:
     """Say why this GPU can never grant this amount, however long the request waits; None when it can."""
-    return _too_fine(need, offer) or _too_much(need, offer) or _beyond_limits(need, offer)
+    return _too_fine(need, offer) or _too_little(need, offer) or _too_much(need, offer) or _beyond_limits(need, offer)
 
 
 def _too_fine(need: Amount, offer: Offer) -> Shortage | None:
@@ -254,6 +256,19 @@ def _too_fine(need: Amount, offer: Offer) -> Shortage | None:
     return Shortage(
         "processes", because, "request fewer processes, or more threads and memory", InvalidRequestError, offer.gpu
     )
+
+
+def _too_little(need: Amount, offer: Offer) -> Shortage | None:
+    least = offer.memory * offer.smallest_share // 1000
+    if need.threads >= offer.smallest_share or need.memory >= least:
+        return None
+    share = f"{offer.smallest_share / 10:g} %"
+    because = (
+        f"{need.threads / 10:.1f} % of the threads and {format_size(need.memory)} were requested, but the smallest"
+        f" share that is granted is {share} of either"
+    )
+    hint = f"request at least {share} of the threads, or {format_size(-(-least // MIB) * MIB)} of memory"
+    return Shortage("admission.smallest_share", because, hint, InvalidRequestError, offer.gpu)
 
 
 def _too_much(need: Amount, offer: Offer) -> Shortage | None:

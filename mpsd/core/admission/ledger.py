@@ -85,6 +85,11 @@ class Ledger:
         taken = (lease for lease in self.leases.values() if lease.id not in self._claimed)
         return {lease.owner.uid for lease in taken if any(share.gpu == gpu for share in lease.shares)}
 
+    def users(self, gpu: str) -> tuple[Collection[int], bool]:
+        """Return the uids with leases on a GPU, and whether a lease of one of them keeps all others from it."""
+        offer = self._offers.by_gpu.get(gpu)
+        return self._room.uids(gpu), offer is not None and not offer.many_users
+
     def on(self, daemon: str) -> list[Lease]:
         """Return the leases that hold a share of a control daemon."""
         return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]

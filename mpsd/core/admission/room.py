@@ -262,7 +262,12 @@ def describe(unleased: Amount) -> str:
     """Describe the use of a GPU by clients without a lease."""
     count = "1 client" if unleased.clients == 1 else f"{unleased.clients} clients"
     verb = "counts" if unleased.clients == 1 else "count"
-    return f"{count} without a lease {verb} as {unleased.threads / 10:g} % and {format_size(unleased.memory)}"
+    return f"{count} without a lease {verb} as {said(unleased)}"
+
+
+def said(amount: Amount) -> str:
+    """Describe threads and memory."""
+    return f"{amount.threads / 10:g} % and {format_size(amount.memory)}"
 
 
 def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> tuple[bool, float]:
@@ -283,7 +288,9 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
     match limit:
         case "user":
             other = next(each for each in held.uids if each != uid)
-            because = f"uid {other} holds leases on the GPU, and its control daemon serves one uid at a time"
+            because = (
+                f"uid {other} has {said(held.uids[other])} of the GPU, and its control daemon serves one uid at a time"
+            )
             hint = WAIT_HINT
             if offer.knows_many_users:
                 hint += (

@@ -1,14 +1,14 @@
 """The users of the node: the recent usage of each, what it has, and its quota. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.errors import QuotaError
-from mpsd.core.model import LeaseRequest
+from mpsd.core.model import Lease, LeaseRequest
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import format_size
@@ -195,6 +195,35 @@ def _check_alone(quota: Quota, worth: Amount) -> None:
             hint=f"request less, or ask an administrator to raise {limit}",
             limit=limit,
         )
+
+
+def within_gpu_count(quota: Quota, request: LeaseRequest, leases: Iterable[Lease]) -> LeaseRequest:
+    """Return a request that leaves its user on no more GPUs than its quota; `leases` are all of that user.
+
+    A waiting lease counts as GPUs of its own, unless it can only be granted on those that the user has. A request for
+    which no other GPU is left is restricted to those, too. Raises QuotaError.
+    """
+    if quota.gpu_count is None:
+        return request
+    leases = tuple(leases)
+    has = {share.gpu for lease in leases for share in lease.shares}
+    awaited = sum(each.request.gpus for each in leases if not (each.shares or _is_on(has, each.request)))
+    if _is_on(has, request) or len(has) + awaited + request.gpus <= quota.gpu_count:
+        return request
+    left = tuple(gpu for gpu in sorted(has) if request.among is None or gpu in request.among)
+    if request.gpu == "any" and len(left) >= request.gpus:
+        return structs.replace(request, among=left)
+    raise QuotaError(
+        f"further GPUs were requested ({request.gpus}), but your leases have or wait for {len(has) + awaited}, and your"
+        f" quota is {quota.gpu_count} at a time",
+        hint="request one of the GPUs that you have, or release a lease: mpsctl leases",
+        limit="quota.gpu_count",
+    )
+
+
+def _is_on(gpus: set[str], request: LeaseRequest) -> bool:
+    """Tell whether a request can only be granted on these GPUs."""
+    return gpus.issuperset(request.among or (request.gpu,) if request.gpu == "any" else (request.gpu,))
 
 
 def time_to_live(quota: Quota, requested: float | None) -> float | None:

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from mpsd.core.containers import cdi
 from mpsd.core.kubernetes.claims import Held, Release, Renew
+from mpsd.core.roles import RESERVED
 
 VERSION: Final = 1
 """The version of the record's format."""
@@ -76,12 +77,12 @@ class PreparedClaim(Struct, forbid_unknown_fields=True):
 
 # -- its leases --------------------------------------------------------------------------------------------------------
 
-_REQUEST: Final = re.compile(r"dra-([0-9A-Za-z-]{1,64})-([0-9]{1,3})")
+_REQUEST: Final = re.compile(rf"{RESERVED}([0-9A-Za-z-]{{1,64}})/([0-9]{{1,3}})")
 
 
 def request_id(claim: str, number: int) -> str:
     """Return the request_id for a share, with which mpsd repeats the same lease for as long as the lease lives."""
-    return f"dra-{claim}-{number}"
+    return f"{RESERVED}{claim}/{number}"
 
 
 class ShareLease(NamedTuple):
@@ -208,15 +209,17 @@ def device_document(
     more: Sequence[Mapping[str, str]],
     socket: str,
     hook: Path | None,
+    root: Path,
 ) -> bytes:
     """Return the file of a claim, whose shares have their lease's environment and the variables of `more`.
 
     `hook` is the path of mpsctl for the container runtime on the node; without one, the lease is taken without a hook.
+    `root` is kubelet's cgroupRoot.
     """
     devices = dict[str, object]()
     for number, variables in enumerate(environments):
         lease = variables["MPSD_LEASE"]
-        call = cdi.hook_of(cdi.Device(lease, socket), variables, [str(hook)], "--pod") if hook else None
+        call = cdi.hook_of(cdi.Device(lease, socket), variables, [str(hook)], "--pod", str(root)) if hook else None
         found = cdi.edits({**variables, **more[number]}, hook=call, shared_memory=shared_memory[number])
         devices[_device_name(claim, number)] = found
     return cdi.encode(cdi.of_devices(_KIND, devices))

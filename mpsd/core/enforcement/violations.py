@@ -24,6 +24,7 @@ from mpsd.core.model import (
     Share,
     Unknown,
     ViolationKind,
+    Who,
 )
 from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
@@ -329,10 +330,11 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
     return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, hint, own=proven)
 
 
-def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
+def of_quarantined(attached: AttributedClient, who: Who) -> Violation:
     client, lease = attached.client, attached.lease
-    because = f"process {client.identity.pid} is a client of {client.daemon}, and its uid {uid} is quarantined"
-    return _of(client, ViolationKind.QUARANTINED, lease, because, f"lift the quarantine: mpsctl pardon {uid}")
+    its = holders.who_said(who)
+    because = f"process {client.identity.pid} is a client of {client.daemon}, and its {its} is quarantined"
+    return _of(client, ViolationKind.QUARANTINED, lease, because, f"lift the quarantine: {holders.pardon_of(who)}")
 
 
 def of_memory(

@@ -3,8 +3,9 @@
 mpsd stores each lease before it is granted, so the lease itself is the record of a container's share: its labels name
 its devices, and its holder the pod. No second record can contradict it.
 
-The requester of a lease chooses its labels. A lease therefore counts only in a form that only an administrator can have
-given it: held by a claim, or by the control group of a pod.
+The requester of a lease chooses its labels, and any user may name a control group like a pod's. A lease therefore
+counts only if an administrator claimed it, by mpsd's own record, and while it is a claim or the control group of a pod
+holds it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 from mpsd.core.kubernetes import devices, pods
 from mpsd.core.kubernetes.devices import Container, Kind, Numbers
 from mpsd.core.kubernetes.settings import Settings
-
-_LABEL: Final = "kubernetes/"
-
+from mpsd.core.roles import RESERVED
 
 ROOT: Final = 0
 """The uid of most containers; a lease is held for it until another uid is seen."""
@@ -36,20 +35,27 @@ class Held(NamedTuple):
     has_clients: bool
 
 
-def held(lease: Mapping[str, object], now: datetime) -> Held | None:
+def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held | None:
     """Return how a lease, as mpsd answers it, is held.
 
-    None for a lease that any user may have made: without a claim or the control group of a pod.
+    None for a lease that is no pod's: no administrator claimed it, or it has another holder than a pod.
     """
+    root = str(settings.cgroup_root)
     match lease:
-        case {"id": str(name), "owner": {"uid": int(uid)}, "clients": [*clients], "holders": [*holders]}:
+        case {
+            "id": str(name),
+            "owner": {"uid": int(uid)},
+            "claimed_for": int(),
+            "clients": [*clients],
+            "holders": [*holders],
+        }:
             for each in holders:
                 match each:
                     case {"kind": "claim", **more}:
                         deadline = more.get("deadline")
                         end = datetime.fromisoformat(deadline) if isinstance(deadline, str) else now
                         return Held(name, None, "", (end - now).total_seconds(), uid, bool(clients))
-                    case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group)) is not None:
+                    case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group, root)) is not None:
                         return Held(name, pod, group, 0.0, uid, bool(clients))
     return None
 
@@ -74,7 +80,7 @@ class Claimed(NamedTuple):
 
 def labels(numbers: Mapping[Kind, Numbers]) -> dict[str, str]:
     """Return the labels that name the devices of a lease."""
-    return {f"{_LABEL}{kind}": devices.encode(each) for kind, each in numbers.items()}
+    return {f"{RESERVED}{kind}": devices.encode(each) for kind, each in numbers.items()}
 
 
 def user_of(uids: Collection[int]) -> int:
@@ -88,7 +94,7 @@ def user_of(uids: Collection[int]) -> int:
 
 def devices_of(labels: Mapping[str, str]) -> dict[Kind, Numbers] | None:
     """Return the devices that a lease is for, by its labels; None for any other lease."""
-    numbers = {kind: devices.decode(labels[f"{_LABEL}{kind}"]) for kind in Kind if f"{_LABEL}{kind}" in labels}
+    numbers = {kind: devices.decode(labels[f"{RESERVED}{kind}"]) for kind in Kind if f"{RESERVED}{kind}" in labels}
     known = {kind: each for kind, each in numbers.items() if each}
     return known if known and len(known) == len(numbers) else None
 

@@ -2,7 +2,8 @@
 
 Source: kubelet's naming, with the drivers `cgroupfs` and `systemd`, for the classes guaranteed (without a directory of
 its own), burstable and besteffort. kubelet makes the group before it creates the pod's first container, and removes it
-when the pod's last process has ended; only root makes groups there.
+when the pod's last process has ended. Only root makes groups there; elsewhere any user may give a group of its own the
+name of a pod's.
 """
 
 import re
@@ -11,15 +12,13 @@ from typing import Final
 _UID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
 """The uid of a pod from the API server, and of one from a file, which has a hash."""
 
-_GROUP: Final = re.compile(
-    r"/(?:[^/]+/)*(?:[a-z]+-)*pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?:\.slice)?"
-)
+_NAME: Final = re.compile(r"pod([0-9a-f_-]+)(?:\.slice)?\Z")
 
 _CLASSES: Final = ("", "burstable", "besteffort")
 
 
 def groups(pod: str, root: str) -> list[str]:
-    """Return the possible paths of a pod's control group; empty for a text that cannot be a pod's uid."""
+    """Return the possible paths of a pod's control group, below kubelet's `root`; empty for a text that is no uid."""
     if not _UID.fullmatch(pod):
         return []
     parts = [part for part in root.split("/") if part]
@@ -31,7 +30,8 @@ def groups(pod: str, root: str) -> list[str]:
     return found
 
 
-def pod_of(path: str) -> str | None:
+def pod_of(path: str, root: str) -> str | None:
     """Return the uid of the pod whose own control group this is; None for any other group, also one below it."""
-    match = _GROUP.fullmatch(path)
-    return None if match is None else match["uid"].replace("_", "-")
+    name = _NAME.search(path)
+    uid = "" if name is None else name[1].replace("_", "-")
+    return uid if path in groups(uid, root) else None

@@ -212,7 +212,7 @@ _section("Violations")
 VIOLATIONS: Final = _counter("mpsd_violations", "Violations found, by kind.", "kind")
 OPEN_VIOLATIONS: Final = _gauge("mpsd_open_violations", "Current violations, by kind.", "kind")
 CLIENTS_ENDED: Final = _counter("mpsd_clients_ended", "Clients that mpsd ended.")
-QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Quarantined uids.")
+QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Quarantined uids and control groups.")
 
 _section("mpsd itself")
 

@@ -6,6 +6,8 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
 
+from mpsd.core.model import Who
+
 _DOUBLINGS: Final = 64
 """More doublings than any first delay needs to reach any longest delay, and few enough for a float."""
 
@@ -16,10 +18,10 @@ class Death:
 
     at: float
     how: str
-    uids: tuple[int, ...] = ()
-    """The uids that may have caused it, as far as is known."""
+    suspects: tuple[Who, ...] = ()
+    """The uids and control groups that may have caused it, as far as is known."""
     counts: bool = True
-    """Whether it counts towards giving up: not where uids other than root's may have caused it."""
+    """Whether it counts towards giving up: not where a process that reached its socket may have caused it."""
 
 
 @dataclass(frozen=True, slots=True)

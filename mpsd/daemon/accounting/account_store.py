@@ -77,10 +77,12 @@ class Gap(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """The point that the last sample reaches: its time, and the number of the last event at that time."""
+    """The point that the last sample reaches: its time by both clocks, and the number of the last event then."""
 
     at: int
     event: int
+    monotonic: int = 0
+    """0: unknown."""
 
 
 @dataclass
@@ -104,7 +106,9 @@ class AccountStore:
     def _load(self) -> None:
         database = self._database
         notes = dict(self._rows("SELECT name, value FROM notes"))
-        self.cursor = Cursor(notes["at"], notes["event"]) if notes.keys() >= {"at", "event"} else None
+        self.cursor = (
+            Cursor(notes["at"], notes["event"], notes.get("monotonic", 0)) if notes.keys() >= {"at", "event"} else None
+        )
         self.marks = [notes.get(f"tier{number}", 0) for number in range(len(TIERS))]
         """For each tier but the first, the time up to which it includes the samples of the tier before it."""
         ((last_sample, last_lease),) = database.rows(
@@ -158,7 +162,7 @@ class AccountStore:
                     _lease_rows(leases, totals),
                     (("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", summed(*gap)) for gap in gaps),
                     _usage_rows(usage, cursor.at) if usage is not None else (),
-                    (_note("at", cursor.at), _note("event", cursor.event)),
+                    (_note("at", cursor.at), _note("event", cursor.event), _note("monotonic", cursor.monotonic)),
                 )
             )
         except StorageError:

@@ -158,13 +158,30 @@ class Accountant:
         """Gaps that are not stored yet."""
         self._since = 0
         """The time of the last stored sample."""
+        self._seen = _now(), _monotonic()
+        """The last reading of both clocks."""
         self._noted = -_USAGE
         self._is_complete = False
         """Whether the accounts have what an earlier mpsd stored."""
 
     def note(self, at: datetime, leases: Mapping[str, Lease]) -> None:
         """Queue the leases that were stored together at this time for the accounts, by id."""
+        self._now()  # the accounts must leave a jump of the clock out before they take in a time after it
         self._batches.append((at, leases))
+
+    def _now(self) -> int:
+        """Return the time of day; where it has jumped since the last call, the accounts leave out the jump as a gap.
+
+        The monotonic clock stands still while the machine is suspended, so that a suspension is a jump too.
+        """
+        (before, then), (now, monotonic) = self._seen, (_now(), _monotonic())
+        self._seen = now, monotonic
+        at = before + monotonic - then
+        if abs(now - at) > SECOND:
+            self._take_in()
+            self._accounts.jump(at, now)
+            self._gaps.append(Gap(min(at, now), max(at, now), "the clock was set, or the machine was suspended"))
+        return now
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -175,9 +192,9 @@ class Accountant:
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_INTERVAL))
-                self.sample(node, events, _now())
+                self.sample(node, events, self._now())
         finally:
-            self.sample(node, events, _now(), everything=True)
+            self.sample(node, events, self._now(), everything=True)
 
     def _recover(self, node: Node, events: Events) -> None:
         """Continue from the last sample of an earlier mpsd."""
@@ -196,9 +213,6 @@ class Accountant:
                     if tier == 0:
                         since.update({series: period.end for series, period in periods})
             self._accounts.restore(self._store.open_leases(), since, self._store.marks[1] or cursor.at, cursor.at)
-            now = _now()
-            if now - cursor.at > _READING:
-                self._gaps.append(Gap(cursor.at, now, "mpsd did not run"))
         replay(
             self._accounts,
             events.after(cursor.event),
@@ -206,7 +220,12 @@ class Accountant:
             at=cursor.at,
             is_stored=self._store.has,
         )
-        self.sample(node, events, _now())  # the next mpsd can continue from this sample
+        if cursor.monotonic and self._accounts.open:  # leases of this boot
+            self._seen = cursor.at, cursor.monotonic
+        before, then = self._seen
+        if cursor.at and (at := before + _monotonic() - then) - cursor.at > _READING:
+            self._gaps.append(Gap(cursor.at, at, "mpsd did not run"))
+        self.sample(node, events, self._now())  # the next mpsd can continue from this sample
 
     def sample(self, node: Node, events: Events, now: int, *, everything: bool = False) -> None:
         """Store a sample of the time since the last one, if anything has changed or a minute has passed."""
@@ -229,7 +248,7 @@ class Accountant:
         if everything or moment - self._noted >= _USAGE:
             usage, self._noted = node.leases.ledger.usage.accounts(moment), moment
         try:
-            cursor = Cursor(now, events.latest)
+            cursor = Cursor(now, events.latest, self._seen[1])
             self._store.commit(samples, self._accounts.changed.values(), cursor, gaps=gaps, usage=usage)
         except StorageError as error:
             self._fail(error, periods)
@@ -322,14 +341,14 @@ class Accountant:
         # The periods that are not in that tier yet. No sample is stored after the last one, since nothing awaits here.
         for rollup in reversed(self._rollups[:tier]):
             _add(report, rollup.sums)
+        now = self._now()
         self._take_in()
-        now = _now()
         _add(report, self._accounts.so_far(now))
         return report.close(now)
 
     async def _fill_by_lease(self, report: Report, pause: Callable[[], Awaitable[None]]) -> int:
+        now = self._now()
         self._take_in()
-        now = _now()
         records = {each.id: each for each in [*self._accounts.changed.values(), *self._accounts.open.values()]}
         for record in records.values():  # before any pause, in which time passes
             if record.ended is None:
@@ -350,6 +369,10 @@ class Accountant:
 
 def _now() -> int:
     return microseconds(clock.now())
+
+
+def _monotonic() -> int:
+    return round(clock.monotonic() * SECOND)
 
 
 def _folded(sums: Periods, periods: Periods) -> Periods:

@@ -111,7 +111,10 @@ class LeaseRequest(RequestBody, kw_only=True):
     ] = None
     request_id: Annotated[
         Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None,
-        about("Makes a retry return the same lease; a different request with the same id is refused."),
+        about(
+            "Makes a retry return the same lease; a different request with the same id is refused. Ids and labels that"
+            " begin with `kubernetes/` are for administrators."
+        ),
     ] = None
     client_priority: Annotated[
         Annotated[int, Meta(ge=0, le=1)] | None,

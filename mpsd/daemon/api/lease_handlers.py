@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Annotated, Final
 
 from mpsd.client import answer_types
-from mpsd.core import health, model
+from mpsd.core import health, holders, model
 from mpsd.core.admission import users
 from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.containers import cdi
@@ -14,6 +14,7 @@ from mpsd.core.enforcement.violations import Doubt, Violation
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
 from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.roles import check_reserved
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
@@ -142,11 +143,13 @@ class LeaseHandlers:
     async def admit(self, request: RequestOf[bodies.LeaseRequest]) -> answer_types.Lease:
         """Grant a lease, now or after waiting for it, or say why not."""
         began, body = clock.monotonic(), request.content
-        if body.owner is not None and not request.principal.admin:
-            raise NotPermittedError(
-                "only an administrator can take out a lease for another user",
-                hint="take it out for yourself, without an owner (--user), or ask an administrator",
-            )
+        if not request.principal.admin:
+            check_reserved(body.labels, body.request_id)
+            if body.owner is not None:
+                raise NotPermittedError(
+                    "only an administrator can take out a lease for another user",
+                    hint="take it out for yourself, without an owner (--user), or ask an administrator",
+                )
         try:
             with naming.of_request(request, self._node.settings.current) as (owner, user, holder):
                 lease = await self._node.admit(
@@ -210,7 +213,7 @@ class LeaseHandlers:
             if is_claim:
                 lease = await self._node.take(lease.id, owner, named, user)
             else:
-                self._node.quarantine.check(lease.owner.uid)
+                self._node.quarantine.check(lease.owner.uid, holders.origin(named.holder))
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
         return rendering.lease(lease)
 

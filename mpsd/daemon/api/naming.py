@@ -15,7 +15,7 @@ from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, 
 from mpsd.daemon.api.table import Request, RequestOf
 from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.system.processes import control_groups, proc, process
-from mpsd.system.processes.control_groups import OpenGroup, UnseenHierarchyError
+from mpsd.system.processes.control_groups import Membership, OpenGroup, UnseenHierarchyError
 from mpsd.system.processes.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
@@ -103,15 +103,15 @@ def of_holder(request: RequestOf[HolderRequest], lease: Lease, *, is_claim: bool
 def check_holders(request: Request, lease: Lease) -> None:
     """Refuse to change the holders of a lease that is held by a group which the caller may not name: a container's.
 
-    Raises NotPermittedError, and OSError without descriptors.
+    Raises NotPermittedError and PeerUnknownError, and OSError without descriptors.
     """
     for holder in holders.groups(lease) if not request.principal.admin else ():
-        owners = set[int]()
+        may = False
         with suppress(UnseenHierarchyError):
             if (group := control_groups.reopen(holder.group)) is not None:
                 with closing(group):
-                    owners = group.owners()
-        if owners != {request.uid}:
+                    may = _may_name(request, group)
+        if not may:
             raise NotPermittedError(
                 f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
                 f" {request.uid}: an administrator alone changes its holders",
@@ -182,15 +182,36 @@ def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     return control_groups.named(path or "")
 
 
+def _may_name(request: Request, group: OpenGroup) -> bool:
+    """Tell whether a caller that is no administrator may name a control group: one that was delegated to its uid.
+
+    The groups of the machine belong to root. The root of a container is the same uid, and may name only the group that
+    it is in, and those below it. Raises PeerUnknownError.
+    """
+    if group.owners() != {request.uid}:
+        return False
+    if not request.principal.contained:
+        return True
+    caller = _connected(request)
+    own = dict(Membership(caller.pid, control_groups.hierarchies()).own()).get(group.group.hierarchy)
+    return own is not None and f"{group.group.path}/".startswith(f"{own}/") and not caller.is_gone()
+
+
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:
-    """Refuse a control group that the caller may not name. Raises NotPermittedError and InvalidRequestError."""
-    uid = request.uid
+    """Refuse a control group that the caller may not name.
+
+    Raises NotPermittedError, InvalidRequestError and PeerUnknownError.
+    """
     if request.principal.admin:
         return
-    if group.owners() != {uid}:
+    if not _may_name(request, group):
         raise NotPermittedError(
-            f"the control group {group.group.path} is not delegated to uid {uid}: its directory and its cgroup.procs"
-            " belong to another user",
+            f"the control group {group.group.path} is not delegated to uid {request.uid}: "
+            + (
+                "in a container, that uid may name only the caller's own group and those below it"
+                if request.principal.contained
+                else "its directory and its cgroup.procs belong to another user"
+            ),
             hint="name a group of your own, such as a unit of systemctl --user, or hold the lease by a process",
             limit="cgroup",
         )

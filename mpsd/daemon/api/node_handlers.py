@@ -74,7 +74,7 @@ class NodeHandlers:
             version=__version__,
             simulated=node.simulated,
             since=rendering.time(node.since),
-            gpus=[self._gpu(view, found.daemons, operator=operator) for view in found.gpus],
+            gpus=[self._gpu(view, found.daemons, request) for view in found.gpus],
             daemons=[rendering.daemon(each, operator=operator) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
@@ -100,11 +100,12 @@ class NodeHandlers:
         return notes
 
     async def gpus(self, request: Request) -> answer_types.Gpus:
-        daemons, operator = self._node.control_daemons.all(), request.principal.operator
-        return answer_types.Gpus(gpus=[self._gpu(view, daemons, operator=operator) for view in self._node.gpus.views()])
+        daemons = self._node.control_daemons.all()
+        return answer_types.Gpus(gpus=[self._gpu(view, daemons, request) for view in self._node.gpus.views()])
 
-    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> answer_types.Gpu:
-        gpu = view.gpu
+    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], request: Request) -> answer_types.Gpu:
+        gpu, settings, who = view.gpu, self._node.settings.current, request.principal
+        users, is_one = self._node.leases.ledger.users(gpu.uuid) if gpu else ((), False)
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         return answer_types.Gpu(
@@ -112,7 +113,7 @@ class NodeHandlers:
             index=view.index,
             name=gpu.name if gpu else None,
             memory_total=gpu.memory_total if gpu else None,
-            memory_reserved=self._node.settings.current.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
+            memory_reserved=settings.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
             threads_granted=given.threads / 10,
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
@@ -124,8 +125,9 @@ class NodeHandlers:
             compute_mode=view.usage.value.compute_mode if isinstance(view.usage, Known) else None,
             health=view.health,
             because=view.because,
-            hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
+            hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=who.operator),
             refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
+            users=sorted(uid for uid in users if is_one or settings.api.open or who.admin or uid == request.uid),
         )
 
     async def daemons(self, request: Request) -> answer_types.Daemons:
@@ -189,16 +191,11 @@ class NodeHandlers:
         return found
 
     async def quarantines(self, _: Request) -> answer_types.Quarantines:
-        """Return the quarantined uids, and those that were admitted at recent crashes of control daemons."""
+        """Return those who are quarantined, and who had pipe access at recent crashes of control daemons."""
         found = self._node.quarantine
         return answer_types.Quarantines(
-            quarantines=[
-                answer_types.Quarantine(uid=each.uid, since=rendering.time(each.since), because=each.because)
-                for each in found.quarantined
-            ],
-            suspects=[
-                answer_types.Suspect(uid=each.uid, crashes=each.crashes, alone=each.alone) for each in found.suspects
-            ],
+            quarantines=[*map(rendering.quarantine, found.quarantined)],
+            suspects=[*map(rendering.suspect, found.suspects)],
         )
 
     async def config(self, _: Request) -> answer_types.Config:

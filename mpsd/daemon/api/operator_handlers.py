@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Annotated, Final
 
 from mpsd.client import answer_types
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
@@ -11,7 +11,8 @@ from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.bodies import DrainRequest, HoldRequest
-from mpsd.daemon.api.table import Request, RequestOf
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -21,6 +22,12 @@ _MOST_DIGITS: Final = 10
 
 _MOST_DONE: Final = 256
 """Completed operations that can still be queried."""
+
+
+class QuarantineQuery(RequestQuery, frozen=True):
+    """The quarantined control group that a caller pardons."""
+
+    cgroup: Annotated[str, parameter("The path of the control group, as `/v1/quarantines` has it.")] = ""
 
 
 class OperatorHandlers:
@@ -108,6 +115,10 @@ class OperatorHandlers:
         supervisor = self._node.control_daemons.supervisor(request.names["name"])
         reason = Suspicion(Cause.COMMAND, f"uid {request.uid} wants to know whether it serves")
         return rendering.canary(supervisor.name, await self._node.control_daemons.watches.examine(supervisor, reason))
+
+    async def pardon_group(self, request: RequestOf[QuarantineQuery]) -> None:
+        """Lift the quarantine of a control group; stored before the answer."""
+        self._node.quarantine.pardon(request.content.cgroup, request.uid)
 
     async def pardon(self, request: Request) -> None:
         """Lift the quarantine of a uid; stored before the answer."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from mpsd.client import answer_types
 from mpsd.core import holders
@@ -21,9 +21,12 @@ from mpsd.core.model import (
     HoldingProcess,
     Lease,
     LeaseState,
+    Quarantined,
     ReadBack,
     Server,
     Share,
+    Suspect,
+    Who,
 )
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.canary.watch import Examination
@@ -40,6 +43,25 @@ def time(moment: datetime) -> str:
 
 def time_or_none(moment: datetime | None) -> str | None:
     return None if moment is None else time(moment)
+
+
+def quarantine(found: Quarantined) -> answer_types.Quarantine:
+    return _named(answer_types.Quarantine(since=time(found.since), because=found.because), found.who)
+
+
+def suspect(found: Suspect) -> answer_types.Suspect:
+    return _named(answer_types.Suspect(crashes=found.crashes, alone=found.alone), found.who)
+
+
+_Named = TypeVar("_Named", answer_types.Quarantine, answer_types.Suspect)
+
+
+def _named(answer: _Named, who: Who) -> _Named:
+    if isinstance(who, str):
+        answer["cgroup"] = who
+    else:
+        answer["uid"] = who
+    return answer
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
@@ -258,6 +280,7 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "ended": time_or_none(lease.ended),
         "expires": None if lease.expires is None or has_ended else _wall_clock(lease.expires),
         "request_id": request.request_id,
+        "claimed_for": lease.claimed_for,
         "wait": waits,
         "violations": [],
         "unknown": [],

@@ -16,7 +16,7 @@ from mpsd.daemon.api.event_handlers import Event, EventHandlers, EventsQuery, Hi
 from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
 from mpsd.daemon.api.node_handlers import MetricsQuery, NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
-from mpsd.daemon.api.operator_handlers import OperatorHandlers
+from mpsd.daemon.api.operator_handlers import OperatorHandlers, QuarantineQuery
 from mpsd.daemon.api.table import A, AnswerKind, C, Handler, Route
 from mpsd.daemon.metrics.collector import TEXT, Collector
 from mpsd.daemon.node.node import Node
@@ -102,11 +102,14 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _row("GET /v1/config", lambda h: h.node.config, table.json(answer_types.Config),
          "getConfig", "The settings in force"),
     _row("GET /v1/quarantines", lambda h: h.node.quarantines, table.json(answer_types.Quarantines),
-         "listQuarantines", "The uids that get no lease"),
+         "listQuarantines", "The uids and control groups that get no lease"),
     _row("POST /v1/reload", lambda h: h.operators.reload, table.json(answer_types.Reload),
          "reload", "Read the configuration again", role=Role.ADMIN),
     _row("DELETE /v1/quarantines/{uid}", lambda h: h.operators.pardon, table.nothing(204),
          "pardonUid", "Pardon a quarantined uid", role=Role.ADMIN, errors=(507,)),
+    _row("DELETE /v1/quarantines", lambda h: h.operators.pardon_group, table.nothing(204),
+         "pardonGroup", "Pardon a quarantined control group", role=Role.ADMIN,
+         query=QuarantineQuery, errors=(404, 507)),
     _row("GET /v1/operations/{id}", lambda h: h.operators.operation, table.json(answer_types.Operation),
          "getOperation", "The state of an operation"),
     _row("POST /v1/leases", lambda h: h.leases.admit, table.json(answer_types.Lease, 201),

@@ -20,19 +20,23 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from mpsd.core import holders
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import ceiling
 from mpsd.core.errors import PipeAccessError
 from mpsd.core.events import EventName
-from mpsd.core.model import DaemonProcess, Lease, ProcessIdentity
+from mpsd.core.model import DaemonProcess, Lease, ProcessIdentity, Who
 from mpsd.core.reload import LiveSettings
+from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, LetIn
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.system.files import acl
 from mpsd.system.files.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.files.rundir import DaemonPaths
-from mpsd.system.processes import proc, process_table
+from mpsd.system.processes import control_groups, proc, process_table
 from mpsd.system.sockets import credentials, sock_diag
 
 _MOST_NAMED: Final = 8
@@ -49,13 +53,16 @@ class Admitted(NamedTuple):
 
 
 class Quarantine(Protocol):
-    """The quarantined uids, and the record of crashes."""
+    """The quarantined uids and control groups, and the record of crashes."""
 
     @property
     def uids(self) -> Collection[int]: ...
 
-    def crashed(self, crash: Crash) -> Collection[int]:
-        """Record a crash; return the uids that are quarantined for it."""
+    def remaining_groups(self) -> Collection[str]:
+        """Return the quarantined control groups that exist: nothing shuts them out."""
+
+    def crashed(self, crash: Crash) -> Collection[Who]:
+        """Record a crash; return who is quarantined for it."""
 
 
 class _LetIn(Struct, forbid_unknown_fields=True):
@@ -64,9 +71,11 @@ class _LetIn(Struct, forbid_unknown_fields=True):
 
 
 class LetInRecord:
-    """The uids with pipe access to the running control daemon, at any time since it started."""
+    """Who had pipe access to the running control daemon, at any time since it started."""
 
-    def __init__(self, paths: DaemonPaths, log: Logger) -> None:
+    def __init__(self, paths: DaemonPaths, leases: Callable[[], Iterable[Lease]], log: Logger) -> None:
+        """Take the files of the daemon; `leases` returns the leases on it."""
+        self._leases = leases
         self._control_socket = paths.control_socket
         self.daemon = paths.pipe_directory.name
         """The name of the control daemon."""
@@ -75,8 +84,8 @@ class LetInRecord:
         self.so_far = LetIn()
 
     def begin(self, process: ProcessIdentity) -> None:
-        """Begin the record of a control daemon that was just started: no uid has pipe access yet."""
-        self._process, self.so_far = process, LetIn()
+        """Begin the record of a control daemon that was just started: only root, in containers too, has access yet."""
+        self._process, self.so_far = process, LetIn(groups=self._contained())
         self._write()
 
     def resume(self, process: ProcessIdentity) -> None:
@@ -91,7 +100,7 @@ class LetInRecord:
         except OSError:
             now = []
         self._process, before = process, self.so_far
-        found = (noted or LetIn(others=True)).and_({*now, *before.uids})
+        found = (noted or LetIn(others=True)).and_({*now, *before.uids}, (*before.groups, *self._contained()))
         self.so_far = found.and_(None) if before.everybody else found
         self._write()
 
@@ -101,6 +110,17 @@ class LetInRecord:
             self.so_far = self.so_far.and_(uids)
             self._write()
 
+    def note_lease(self, lease: Lease) -> None:
+        """Record the control groups of a lease whose uid no access list keeps out; call it before it is answered."""
+        known = self.so_far.groups
+        if new := _contained(lease).difference(known):
+            there = filter(control_groups.may_exist, known) if len(known) + len(new) > suspects.MOST_GROUPS else known
+            self.so_far = replace(self.so_far, groups=()).and_(groups=(*there, *new))
+            self._write()
+
+    def _contained(self) -> tuple[str, ...]:
+        return tuple(sorted({group for lease in self._leases() for group in _contained(lease)}))
+
     def _write(self) -> None:
         if self._process is not None:
             self._record.store(_LetIn(self._process, self.so_far))
@@ -109,10 +129,16 @@ class LetInRecord:
 class PipeAccess:
     """The access to one control daemon: `wanted` decides which uids have it, and only this class writes it."""
 
-    def __init__(self, paths: DaemonPaths, wanted: Callable[[], Admitted], log: Logger) -> None:
-        """Take the paths; `wanted` returns the processes to admit now."""
+    def __init__(
+        self,
+        paths: DaemonPaths,
+        wanted: Callable[[], Admitted],
+        leases: Callable[[], Iterable[Lease]],
+        log: Logger,
+    ) -> None:
+        """Take the paths; `wanted` returns the processes to admit now, and `leases` the leases on the daemon."""
         self.paths = paths
-        self.let_in = LetInRecord(paths, log)
+        self.let_in = LetInRecord(paths, leases, log)
         self._many_users: bool | None = None
         """Whether the control daemon serves many users; None before there is one."""
         self._admitted = wanted
@@ -287,15 +313,15 @@ class NodePipeAccess:
     def __init__(
         self,
         paths: Callable[[str], DaemonPaths],
-        holders: Callable[[str], Collection[int]],
+        ledger: Ledger,
         quarantine: Quarantine,
         *,
         settings: LiveSettings,
         log: Logger,
     ) -> None:
-        """Take the parts; `paths` returns the files of a daemon, `holders` the uids that hold a lease on a GPU now."""
+        """Take the parts; `paths` returns the files of a daemon."""
         self._paths = paths
-        self._holders = holders
+        self._ledger = ledger
         self._quarantine = quarantine
         self._settings = settings
         self._log = log
@@ -307,13 +333,13 @@ class NodePipeAccess:
     def of(self, name: str, gpu: str) -> PipeAccess:
         """Return the access to a GPU's control daemon, which follows the leases from now on."""
         if name not in self._accesses:
-            wanted, log = partial(self._wanted, gpu), self._log.bind(daemon=name)
-            self._accesses[name] = PipeAccess(self._paths(name), wanted, log)
+            wanted, leases = partial(self._wanted, gpu), partial(self._ledger.on, name)
+            self._accesses[name] = PipeAccess(self._paths(name), wanted, leases, self._log.bind(daemon=name))
         return self._accesses[name]
 
     def _wanted(self, gpu: str) -> Admitted:
         unadmitted, own = self._settings.current.unadmitted, os.geteuid()
-        uids = ceiling.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
+        uids = ceiling.admitted(unadmitted, self._ledger.holders(gpu), own, self._quarantine.uids)
         return Admitted(uids, self._canaries.get(gpu))
 
     @contextlib.contextmanager
@@ -329,6 +355,12 @@ class NodePipeAccess:
         finally:
             del self._canaries[gpu]
             self._accesses[name].close()
+
+    def note(self, lease: Lease) -> None:
+        """Note who may use a lease, before it is answered, where its uid has access anyway."""
+        for share in lease.shares if _is_let_in(lease.owner.uid) else ():
+            if share.daemon in self._accesses:
+                self._accesses[share.daemon].let_in.note_lease(lease)
 
     def open(self, lease: Lease) -> None:
         """Admit a lease's uid on each of its GPUs. Raises PipeAccessError."""
@@ -359,6 +391,11 @@ class NodePipeAccess:
 def _is_let_in(uid: int) -> bool:
     """Tell whether a uid always has access: root's, or mpsd's own."""
     return uid == 0 or uid == os.geteuid()
+
+
+def _contained(lease: Lease) -> set[str]:
+    """Return the control groups that a lease came from, if no access list keeps its uid out."""
+    return holders.origins(lease) if _is_let_in(lease.owner.uid) else set()
 
 
 async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:

@@ -288,7 +288,7 @@ class Instance:
         """Clean up after a dead process, and return how it ended."""
         assert self._returncode is not None  # noqa: S101 - it `is_dead`
         how = f"pid {self.pid} {process.describe_end(*self._returncode)}"
-        ended = Ended(how, process.signal_of(*self._returncode))
+        ended = Ended(how, process.signal_of(*self._returncode), listened=not self.socket_is_gone)
         self.running.close()
         self.process = self.evidence = self._returncode = self._watching = None
         self._searched, self._quit_due = False, 0.0

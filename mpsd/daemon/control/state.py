@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from mpsd.core.events import EventName
+from mpsd.core.holders import who_said
 from mpsd.core.lifecycle import ANSWERED, Event, State, step
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.signal import Signal
@@ -174,6 +175,8 @@ class Ended(NamedTuple):
     signal: str | None = None
     started: bool = True
     """Whether there was a process at all."""
+    listened: bool = False
+    """Whether it had made its socket, so that other processes could reach it."""
 
     @property
     def cause(self) -> str:
@@ -201,21 +204,23 @@ class DeathTally:
     def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
         """Note a death, and return the decision that follows from it and the earlier ones.
 
-        A death that other users than root may have caused names them, and does not count towards giving up: they must
-        not be able to disable the GPU. After a uid is quarantined for it, the deaths with that uid's access are
-        forgotten.
+        A crash of a daemon that listened names those who may have caused it, and does not count towards giving up:
+        nobody must be able to disable the GPU, and no access list keeps root out of the socket, in a container without
+        a lease neither. After somebody is quarantined for it, the deaths with that access are forgotten.
         """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         jitter = random.random()  # noqa: S311 - it is no secret
-        let_in = self._let_in.so_far if is_suspect(ended.signal) else LetIn()
-        how = f"{ended.how}; {let_in} had pipe access" if let_in.anybody else ended.how
-        death = Death(now, how, let_in.uids, counts=not let_in.anybody)
+        let_in, how, is_crash = LetIn(), ended.how, ended.listened and is_suspect(ended.signal)
+        if is_crash:
+            let_in = self._let_in.so_far.and_(groups=self._quarantine.remaining_groups())
+            how = f"{how}; {let_in if let_in.anybody else 'root alone'} had pipe access"
+        death = Death(now, how, let_in.known, counts=not is_crash)
         deaths = (*recent(self._deaths, policy, now), death)
         decision = dated(decide(deaths, policy, now, jitter), deaths, now, clock.now())
         self._note(deaths, decision)
-        if let_in.uids and (shut_out := {*self._quarantine.crashed(Crash(self._let_in.daemon, now, let_in))}):
-            deaths = tuple(each for each in deaths if not shut_out & {*each.uids})
-            named = ", ".join(f"uid {uid}" for uid in sorted(shut_out))
+        if let_in.known and (shut_out := {*self._quarantine.crashed(Crash(self._let_in.daemon, now, let_in))}):
+            deaths = tuple(each for each in deaths if not shut_out & {*each.suspects})
+            named = ", ".join(sorted(map(who_said, shut_out)))
             decision = replace(decide(deaths, policy, now, jitter), because=f"{how}; quarantined for it: {named}")
             self._note(deaths, decision)
         self._log.warning(
@@ -225,6 +230,7 @@ class DeathTally:
             verdict=decision.verdict,
             delay=decision.delay,
             suspects=list(let_in.uids),
+            cgroups=list(let_in.groups),
         )
         return decision
 

@@ -138,6 +138,7 @@ class Ceilings:
             self._leases.pop(lease.id, None)
         else:
             self._leases[lease.id] = lease
+            self._pipe_access.note(lease)
         self._expect(lease, anew=True)
         if lease.state is LeaseState.ENDED:
             self._pipe_access.close(lease)

@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 from mpsd.core.model import GroupLife, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.system import clock
-from mpsd.system.processes import control_groups, proc, process
+from mpsd.system.processes import control_groups, namespaces, proc, process
 from mpsd.system.processes.control_groups import Hierarchy, Membership, OpenGroup
 from mpsd.system.processes.descriptors import Purpose
 from mpsd.system.processes.process import Process
@@ -211,7 +211,9 @@ class NamedHolder(Struct, frozen=True):
     @classmethod
     def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
         """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
-        return cls(HoldingProcess(watched.identity, watched.started, uid), watched)
+        pid = watched.pid
+        container = (proc.cgroup(pid) or "/") if namespaces.is_contained(pid) else ""
+        return cls(HoldingProcess(watched.identity, watched.started, uid, container), watched)
 
     @classmethod
     def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from mpsd.core import gpus
+from mpsd.core import gpus, holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.admission.ledger import Ledger
@@ -57,16 +57,16 @@ class AdmissionChecks:
         Raises QuotaError, QuarantinedError, InvalidRequestError, DaemonNotReadyError, and NotPermittedError for a uid
         that cannot reach a control daemon or a process that does not see it.
         """
-        # 1. The quota restricts the GPUs, then the uid must not be quarantined, then the amount must be within the
-        #    quota.
+        # 1. The quota restricts the GPUs, then the uid and the holder's control group must not be quarantined, then the
+        #    amount must be within the quota.
         # 2. The uid must reach the control daemons, and the holder must see their directories.
         limits_of = users.quota_of(user, self._settings.current)
         if request.gpu != "any" or limits_of.gpus is not None:
             request = structs.replace(request, gpu=self.gpu(request.gpu), among=limits_of.gpus)
-        self._quarantine.check(user.uid)
+        self._quarantine.check(user.uid, _origin(named))
         if not users.is_free(limits_of, request):
             ttl = users.time_to_live(limits_of, ttl)
-            self._check_quota(limits_of, request, user.uid)
+            request = self._within_quota(limits_of, request, user.uid)
         self._check_reach(user.uid)
         return self._visible(request, named, offers), ttl
 
@@ -84,14 +84,15 @@ class AdmissionChecks:
                 f"lease {lease.id} was claimed for uid {claim.uid}, and its holder belongs to uid {uid}",
                 hint=f"start it as uid {claim.uid}, or claim a lease for uid {uid}",
             )
-        self._quarantine.check(uid)
+        self._quarantine.check(uid, _origin(named))
         self._check_reach(uid)
         for share in lease.shares:
             self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers)
         if lease.owner.uid == uid:
             return  # the lease has counted against the quota since the claim was made
         limits_of = users.quota_of(user, self._settings.current)
-        self._check_quota(limits_of, lease.request, uid)
+        granted = tuple(share.gpu for share in lease.shares)
+        self._within_quota(limits_of, structs.replace(lease.request, gpu="any", among=granted), uid)
         for share in lease.shares:
             if limits_of.gpus is not None and share.gpu not in limits_of.gpus:
                 raise QuotaError(
@@ -110,9 +111,13 @@ class AdmissionChecks:
             raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
         return named.uuid
 
-    def _check_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> None:
+    def _within_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> LeaseRequest:
+        """Return a request within the quota of a user, restricted to the GPUs that it leaves. Raises QuotaError."""
         worth = self._ledger.worth(request) if users.weighs(limits_of) else NOTHING
         users.check_quota(limits_of, self._ledger.user(uid), request, worth)
+        return users.within_gpu_count(
+            limits_of, request, (each for each in self._ledger.all() if each.owner.uid == uid)
+        )
 
     def _check_reach(self, uid: int) -> None:
         """Refuse a uid that cannot have a server, or cannot reach the control sockets. Raises NotPermittedError.
@@ -138,6 +143,10 @@ class AdmissionChecks:
         if isinstance(named, Claim) or not isinstance(named.watched, Process):
             return request
         return _narrowed(request, named.watched, offers, self._log)
+
+
+def _origin(named: NamedHolder | Claim) -> str:
+    return holders.origin(named.holder) if isinstance(named, NamedHolder) else ""
 
 
 def _narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:

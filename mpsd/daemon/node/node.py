@@ -7,7 +7,7 @@ from math import inf
 
 from msgspec import structs
 
-from mpsd.core import gpus, health
+from mpsd.core import gpus, health, holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Offer, Refusal
 from mpsd.core.errors import MpsdError, StorageError
@@ -131,6 +131,7 @@ class Node:
         if self.control_daemons.supervise(self._group):
             self._is_offered = False
         self._note_admission()
+        self.quarantine.end_old()
         if self.leases.completeness.is_waiting:
             self._note_change()  # for processes whose end nothing else reports
 
@@ -196,20 +197,24 @@ class Node:
         self.leases.ceilings.check_soon()
 
     def _shut_out(self) -> None:
-        """Close the control daemons to quarantined uids, and end their leases where the policy says so."""
+        """Close the control daemons to quarantined uids, and end the leases of those who are quarantined."""
         self._pipe_access.apply()
         self._note_change()
-        if self.quarantine.uids and self._group is not None:
+        if self.quarantine.quarantined and self._group is not None:
             self._group.create_task(self._end_leases())
 
     async def _end_leases(self) -> None:
-        """End the leases of quarantined uids, where the policy says so, and always their places in the queue."""
+        """End the leases of those who are quarantined: of uids only their places in the queue, unless the policy ends.
+
+        A control group keeps its access to the control daemons, so its leases end in any case.
+        """
         ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
-        for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
-            if ends or lease.state is LeaseState.WAITING:
+        for lease in [*self.leases.ledger.all()]:
+            who = self.quarantine.of_lease(lease)
+            if who is not None and (ends or isinstance(who, str) or lease.state is LeaseState.WAITING):
                 # If the end cannot be stored, the lease has ended nevertheless, and its end is stored later.
                 with contextlib.suppress(StorageError):
-                    await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
+                    await self.leases.release(lease.id, f"{holders.who_said(who)} is quarantined")
 
     def leave(self) -> None:
         """Stop admission: mpsd is about to exit."""
@@ -325,6 +330,7 @@ class Node:
             threads=int(1000 * settings.admission.threads_oversubscription),
             memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
             clients=gpus.clients_max(gpu) - wedge.PLACES,
+            smallest_share=settings.admission.smallest_share.tenths,
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
             knows_many_users=self.control_daemons.knows_many_users,

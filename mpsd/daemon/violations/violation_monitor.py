@@ -35,6 +35,7 @@ from mpsd.core.model import (
     Stop,
     Unknown,
     ViolationKind,
+    Who,
 )
 from mpsd.core.mps_facts import Binds
 from mpsd.core.quantities import Bounds, Opened, Pid
@@ -414,9 +415,8 @@ class ViolationMonitor:
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found
-            uid = proc.effective_uid(client.identity.pid) if self._quarantine.uids else None
-            if uid is not None and uid in self._quarantine.uids:
-                yield violations.of_quarantined(each, uid)
+            if (who := self._quarantined(client.identity.pid)) is not None:
+                yield violations.of_quarantined(each, who)
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
             if seconds > settings.enforcement.grace:
@@ -433,6 +433,13 @@ class ViolationMonitor:
                 yield too_much
             outside = [each for each, on in held.items() if not on.mps and each not in servers]
             yield from violations.of_outside(lease, share, outside)
+
+    def _quarantined(self, pid: int) -> Who | None:
+        """Return the quarantined uid or control group of a process; None where neither is."""
+        if not self._quarantine.quarantined:
+            return None
+        uid = proc.effective_uid(pid)
+        return uid if uid in self._quarantine.uids else self._quarantine.group_around([proc.cgroup(pid)])
 
     def _too_much(
         self,

@@ -32,7 +32,7 @@ from mpsd.core.errors import (
     NotFoundError,
     UnreachableError,
 )
-from mpsd.core.kubernetes import claims, devices
+from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.claims import Release, Renew
 from mpsd.core.kubernetes.devices import Part
 from mpsd.core.kubernetes.settings import GpuDevices
@@ -173,11 +173,10 @@ class Driver(PodLeases):
 
     def _share_leases(self) -> list[ShareLease]:
         """Return the leases of shares that have not ended."""
-        now = clock.now()
         return [
             ShareLease(held, *share)
-            for each in self._mpsd.leases()
-            if (share := prepared.share_of(each["request_id"])) and (held := claims.held(each, now))
+            for each, held in self._mpsd.leases()
+            if held and (share := prepared.share_of(each["request_id"]))
         ]
 
     def _ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
@@ -197,6 +196,7 @@ class Driver(PodLeases):
             more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
             socket=str(settings.socket),
             hook=settings.hook,
+            root=settings.cgroup_root,
         )
         self._devices.put(claim.uid, content)
         self._take_known(claim, leases)

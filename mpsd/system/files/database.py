@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from mpsd.core.errors import ConfigurationError, StorageError
+from mpsd.core.errors import ConfigurationError, ExhaustedError, StorageError
 
 Statement: TypeAlias = tuple[str, Sequence[object]]
 """SQL, and the values of its parameters."""
@@ -38,15 +38,15 @@ _PROBE: Final = 64 * 1024
 _PIECE: Final = 64 * 1024
 """Bytes of the file that are read and compared at a time, since the file can have many megabytes."""
 
-_CIRCUMSTANCES: Final = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
+_LACKS: Final = {
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,  # of its journal, since the file itself was opened before
 }
+"""SQLite errors for a lack of space, inodes, descriptors or memory."""
+
+_CIRCUMSTANCES: Final = {sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, *_LACKS}
 """SQLite errors that do not mean damage: with access, or with free space, the file would be whole."""
 
 
@@ -64,7 +64,8 @@ class Database:
         `first` is the SQL that a new file gets besides, in the same commit. `lasting` is for data that must survive a
         power cut, except perhaps the last seconds before it. `ballast` is the number of bytes that are reserved on the
         file system and given up when it is full. A file that is damaged, belongs to another program, or is newer than
-        this mpsd is set aside whole. Raises ConfigurationError for every other failure.
+        this mpsd is set aside whole. Raises ExhaustedError for a lack, as of space, and
+        ConfigurationError for every other failure.
         """
         self.aside: Path | None = None
         """The new path of a file that could not be used; `because` has the reason."""
@@ -79,7 +80,8 @@ class Database:
         try:
             self._connection = self._open_or_set_aside()
         except (OSError, sqlite3.Error) as error:
-            raise ConfigurationError(
+            is_lack = getattr(error, "sqlite_errorcode", 0) & 0xFF in _LACKS
+            raise (ExhaustedError if is_lack else ConfigurationError)(
                 f"the store {path} cannot be used: {error}", hint="free space there, or check its permissions"
             ) from error
         self._ballast.restore()

@@ -4,6 +4,7 @@ A stranger is any uid other than root's and mpsd's own. One check before anythin
 may write, none can change the path afterwards.
 """
 
+import contextlib
 import errno
 import os
 import stat
@@ -94,6 +95,41 @@ def stranger_at(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return None if owner in _trusted() else owner
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[Path]:
+    """Open a directory to which no stranger's link leads, and give a path of it that no stranger can lead elsewhere.
+
+    Unlike `check_path`, it accepts a directory of a stranger, who can replace the files in it, and rename it at any
+    moment. Raises ConfigurationError for a stranger's link, and OSError.
+    """
+    links, ahead = 0, [*reversed(directory.absolute().parts[1:])]
+    with contextlib.ExitStack() as descriptors:
+
+        def step(name: str, at: int | None = None) -> int:
+            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            descriptors.callback(os.close, found)
+            return found
+
+        at = root = step("/")
+        while ahead:
+            found = step(ahead.pop(), at)
+            status = os.fstat(found)
+            if not stat.S_ISLNK(status.st_mode):
+                at = found
+                continue
+            target, links = Path(os.readlink("", dir_fd=found)), links + 1
+            if status.st_uid not in _trusted():
+                raise ConfigurationError(
+                    f"a symbolic link to {target}, in the path of {directory}, belongs to uid {status.st_uid}",
+                    hint="name a path without that link",
+                )
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(directory))
+            at = root if target.is_absolute() else at
+            ahead += [*reversed(target.parts[target.is_absolute() :])]
+        yield Path(f"/proc/self/fd/{at}")
 
 
 def _trusted() -> frozenset[int]:

@@ -6,8 +6,10 @@ Every path is decided here, and everything is created with its final mode.
 import contextlib
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,12 @@ from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_
 from mpsd.core.settings import Paths, Settings, Unadmitted
 from mpsd.system import retry
 from mpsd.system.files import acl, path_safety
+
+_LASTING: Final = re.compile(
+    r"(accounts|history)\.db(-journal|-shm|-wal)?|last-event|(compute-modes|gpu\d+\.intention|quarantines)\.json"
+    r"|doctor\.log|gpu\d+(/(control|server)\.log)?"
+)
+"""mpsd's files below the directories of state and logs. A store that was set aside may be another program's."""
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
 """Files that a control daemon leaves in its pipe directory (measured; the last one by 550 and later)."""
@@ -142,6 +150,17 @@ class RunDir:
     def daemon(self, name: str) -> DaemonPaths:
         """Return the paths of the control daemon with this name."""
         return DaemonPaths(self._paths, name)
+
+
+def contents(directory: Path) -> tuple[list[Path], list[Path]]:
+    """Return mpsd's files in its directory of state or of logs, those in a folder before the folder, and the others."""
+    own, others = list[Path](), list[Path]()
+    folders = [each for each in directory.glob("gpu*") if each.is_dir() and not each.is_symlink()]
+    for each in (*chain.from_iterable(map(Path.iterdir, folders)), *directory.iterdir()):
+        is_own = _LASTING.fullmatch(f"{each.relative_to(directory)}") and not each.is_symlink()
+        (own if is_own else others).append(each)
+    kept = {each.parent for each in others} - {directory}
+    return [each for each in own if each not in kept], others
 
 
 def libraries(settings: Settings) -> Path:

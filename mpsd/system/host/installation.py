@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import signal
+import stat
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -19,7 +19,8 @@ from typing import Final
 
 from mpsd import __version__
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError, NotFoundError, NotPermittedError
-from mpsd.system.files import atomic_file, path_safety
+from mpsd.core.units import first_of
+from mpsd.system.files import atomic_file, path_safety, rundir
 from mpsd.system.host import systemd_units
 from mpsd.system.host.configuration import USUAL, read_configuration
 from mpsd.system.processes import descriptors, proc, process
@@ -138,9 +139,8 @@ class Installation:
             raise NotFoundError(
                 f"nothing is installed: there is no {MANIFEST}", hint="for the details: mpsctl service status"
             )
-        stored = (
-            _stored_paths() if purge else ()
-        )  # read first, so that a wrong configuration stops this before anything is removed
+        # Read first, so that a wrong configuration stops this before anything is removed.
+        paths = read_configuration(None).paths if purge else None
         units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
         self._run("systemctl", "disable", "--now", *units)
         for noted in self._noted:
@@ -151,8 +151,14 @@ class Installation:
                 MANIFEST.parent.rmdir()
         self._run("systemctl", "daemon-reload")
         self._run("systemctl", "reset-failed", "mpsd*")  # otherwise systemd lists failed units that no longer exist
-        for each in stored:
-            self._purge(each)
+        if paths is not None:
+            if USUAL.exists() and self._does(f"remove {USUAL}"):
+                USUAL.unlink()
+                with contextlib.suppress(OSError):  # the directory has other files, and stays
+                    USUAL.parent.rmdir()
+            # Not the runtime directory: a control daemon that still runs has its sockets there, and a reboot clears it.
+            for each in (paths.state_dir, paths.log_dir):
+                self.purge(each)
 
     def _remove(self, path: Path) -> None:
         there = atomic_file.read(path)
@@ -164,11 +170,26 @@ class Installation:
         if self._does(f"remove {path}"):
             path.unlink()
 
-    def _purge(self, path: Path) -> None:
-        if path.exists() and self._does(f"remove {path}"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            with contextlib.suppress(OSError):  # the directory has other files, and stays
-                USUAL.parent.rmdir()
+    def purge(self, directory: Path) -> None:
+        """Remove mpsd's files from its directory of state or of logs, and the directory unless it has other files.
+
+        The configuration may name any directory, such as /var/log.
+        """
+        try:
+            rundir.check_directory(directory)
+        except ConfigurationError as error:  # mpsd never used it
+            self.say(f"{directory} is kept: {error.detail}")
+            return
+        if not directory.exists():
+            return
+        own, others = rundir.contents(directory)
+        if others:
+            self.say(f"{directory} has files that mpsd did not make, and is kept: {first_of(others)}")
+        elif not self._does(f"remove {directory}"):
+            return
+        for each in own if others else (*own, directory):
+            if not others or self._does(f"remove {each}"):
+                each.rmdir() if stat.S_ISDIR(each.lstat().st_mode) else each.unlink()
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -209,16 +230,6 @@ def files() -> dict[Path, bytes]:
             text = path.read_text(encoding="utf-8").replace("/usr/bin/mps", f"{programs()}/mps")
             found[_place(path.name)] = text.encode()
     return found
-
-
-def _stored_paths() -> tuple[Path, ...]:
-    """Return the configuration file and the directories of state and logs that it names.
-
-    The runtime directory is not among them: a control daemon that still runs has its sockets there, and a reboot clears
-    it. Raises ConfigurationError where the file is wrong.
-    """
-    paths = read_configuration(None).paths
-    return USUAL, paths.state_dir, paths.log_dir
 
 
 def _shared() -> Iterator[Path]:

@@ -280,6 +280,14 @@ def reopen(group: ControlGroup) -> OpenGroup | None:
     return found
 
 
+def may_exist(path: str) -> bool:
+    """Tell whether there is a control group of this path, in any hierarchy; also where mpsd may not see it."""
+    if ".." in path.split("/"):  # an mpsd in a cgroup namespace names groups outside so
+        return True
+    places = [(each.point, each.inner(path)) for each in hierarchies()]
+    return not places or any(inner is None or Path(f"{point}{inner}").is_dir() for point, inner in places)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 # Control groups that a request names: by a path, by a process in the group, or by a systemd unit.

@@ -237,7 +237,8 @@ def spawn(
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
     `new_session` keeps a terminal's signals from it, and lets it outlive mpsd. `allowed` are the capabilities that it
-    can have, as far as mpsd may drop others; None: all that mpsd can have.
+    can have, as far as mpsd may drop others; None: all that mpsd can have. It does not inherit mpsd's protection from
+    the kernel's out-of-memory killer.
     """
 
     def start() -> subprocess.Popen[bytes]:
@@ -250,10 +251,21 @@ def spawn(
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(child.wait)
         on_failure.callback(child.kill)  # it has not begun, and nobody could watch it
+        _give_up_protection(child.pid)
         identity = ProcessIdentity(child.pid, proc.start_ticks(child.pid) or 0)
         pidfd = os.pidfd_open(child.pid)
         on_failure.pop_all()
     return Process(identity, pidfd, child)
+
+
+def _give_up_protection(pid: int) -> None:
+    """Let the kernel end a program for lack of memory like any other, and all that the program starts. Raises OSError.
+
+    The servers of users are such programs, and inherit the score of their control daemon. If mpsd has CAP_SYS_RESOURCE,
+    the user of a server cannot lower its score again. Source: proc_pid_oom_score_adj(5).
+    """
+    if int(Path("/proc/self/oom_score_adj").read_text()) < 0:
+        Path(f"/proc/{pid}/oom_score_adj").write_text("0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """`mpsctl metrics`: the text, and the file for node_exporter."""
 
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import run_mpsctl
+from tests.daemon.caller import NOBODY, needs_root
 from tests.metrics_story import parsed
 from tests.node import Node
 
@@ -37,6 +39,26 @@ class TestFile:
         assert lease in file.read_text()
         assert [each.name for each in tmp_path.iterdir()] == ["mpsd.prom"]
         node.request("DELETE", f"/v1/leases/{lease}")
+
+    @needs_root
+    def test_planted_link(self, node: Node, tmp_path: Path) -> None:
+        """A link that another user planted in the path is not followed; root's links, and others' directories, are."""
+        real, mine, victim = (tmp_path / name for name in ("real", "mine", "victim"))
+        for each in (real, mine, victim):
+            each.mkdir()
+        os.chown(mine, NOBODY, NOBODY)
+        (mine / "planted").symlink_to(victim)
+        os.lchown(mine / "planted", NOBODY, NOBODY)
+        refused = node.mpsctl("metrics", "--textfile", str(mine / "planted" / "mpsd.prom"))
+        assert refused.returncode == 78
+        assert "symbolic link" in refused.stderr
+        assert [*victim.iterdir()] == []
+        (real / "absolute").symlink_to(mine)
+        (real / "relative").symlink_to("../real/absolute/./")
+        assert (
+            node.mpsctl("metrics", "--textfile", str(real / "relative" / ".." / "mine" / "mpsd.prom")).returncode == 0
+        )
+        assert parsed((mine / "mpsd.prom").read_text())["mpsd_node_healthy"] == 1
 
     def test_mpsd_is_away(self, tmp_path: Path) -> None:
         """Without mpsd, the file does not change: its age shows that."""

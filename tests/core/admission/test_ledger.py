@@ -103,6 +103,7 @@ class TestPlacement:
 
 THREADS, MEMORY = {"threads": 25.5}, {"memory": 10}
 PERCENTAGE_LIMIT, MEMORY_LIMIT = "limits.active_thread_percentage", "limits.pinned_device_mem_limit"
+SMALLEST: Final = "admission.smallest_share"
 FORTY: Final = Limits(ActiveThreadPercentage(400), PinnedDeviceMemLimit(30 * 1024))
 
 
@@ -123,6 +124,7 @@ class TestRefusals:
             ([offer(0, threads=300)], {"threads": 30.1}, NeverFitsError, "threads", ""),
             ([offer(0), offer(1, memory=GIB)], {"memory": 2, "gpus": 2}, NeverFitsError, "memory", ""),
             ([offer(0)], {"processes": 49, "threads": 50}, NeverFitsError, "clients", ""),
+            ([offer(0, smallest_share=50)], {"threads": 4.9, "memory": 3.9}, InvalidRequestError, SMALLEST, "is 5 %"),
             ([offer(0, limits=FORTY)], {"threads": 40.1}, ExceedsDaemonLimitError, PERCENTAGE_LIMIT, ""),
             ([offer(0, limits=FORTY)], {"memory": 31}, ExceedsDaemonLimitError, MEMORY_LIMIT, ""),
             ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", ""),
@@ -148,6 +150,11 @@ class TestRefusals:
         assert words in refusal.value.detail
         assert refusal.value.hint
         assert list(desk.ledger.all()) == []
+
+    def test_smallest_share(self) -> None:
+        """A request needs the smallest share of the threads or of the memory."""
+        desk = Desk(offer(0, smallest_share=50))
+        assert where(desk.ask(5, 0.001)) == where(desk.ask(0.1, 4)) == [0]
 
     @pytest.mark.parametrize(
         ("taken", "asks", "limit", "words"),
@@ -191,7 +198,7 @@ class TestRefusals:
         assert "daemon.users" not in plain.value.hint
         desk.offers(offer(0, many_users=False, knows_many_users=True))
         with pytest.raises(
-            DoesNotFitError, match=f"uid {ANN} holds leases on the GPU, and its control daemon serves one uid"
+            DoesNotFitError, match=f"uid {ANN} has 1 % and 1GiB of the GPU, and its control daemon serves one uid"
         ) as refusal:
             desk.ask(uid=BOB)
         assert (refusal.value.limit, "daemon.users" in refusal.value.hint) == ("user", True)

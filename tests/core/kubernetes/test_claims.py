@@ -18,9 +18,13 @@ NUMBERS: Final = {Kind.SLICE: frozenset({0, 1})}
 CONTAINER: Final = Container(POD, "main", "GPU-1", NUMBERS, {Kind.SLICE: ""})
 
 
-def answered(*holders: dict[str, object]) -> dict[str, object]:
-    """Return a lease as mpsd answers it."""
-    return {"id": "lease-1", "owner": {"uid": 7}, "clients": [], "holders": [*holders]}
+def answered(*holders: dict[str, object], claimed_for: int | None = 0) -> dict[str, object]:
+    """Return a lease as mpsd answers it, which an administrator claimed unless `claimed_for` is None."""
+    return {"id": "lease-1", "owner": {"uid": 7}, "claimed_for": claimed_for, "clients": [], "holders": [*holders]}
+
+
+def held(lease: dict[str, object]) -> Held | None:
+    return claims.held(lease, NOW, Settings())
 
 
 @pytest.mark.parametrize(
@@ -37,15 +41,13 @@ class TestWhose:
     def test_a_claim(self) -> None:
         """A claim has its remaining time."""
         until = (NOW + timedelta(seconds=200)).isoformat()
-        assert claims.held(answered({"kind": "claim", "deadline": until}), NOW) == Held(
-            "lease-1", None, "", 200, 7, False
-        )
-        assert claims.held(answered({"kind": "claim"}), NOW) == Held("lease-1", None, "", 0, 7, False)
+        assert held(answered({"kind": "claim", "deadline": until})) == Held("lease-1", None, "", 200, 7, False)
+        assert held(answered({"kind": "claim"})) == Held("lease-1", None, "", 0, 7, False)
 
     def test_a_pod(self) -> None:
         """The control group that holds the lease names the pod."""
         lease = answered({"kind": "process", "pid": 7}, {"kind": "cgroup", "cgroup": GROUP})
-        assert claims.held(lease, NOW) == Held("lease-1", POD, GROUP, 0, 7, False)
+        assert held(lease) == Held("lease-1", POD, GROUP, 0, 7, False)
 
     @pytest.mark.parametrize(
         "holder",
@@ -54,11 +56,19 @@ class TestWhose:
             {"kind": "cgroup", "cgroup": "/user.slice/user-1000.slice/x.scope"},
             {"kind": "cgroup", "cgroup": f"{GROUP}/{'0' * 64}"},
             {"kind": "cgroup", "cgroup": f"{GROUP}/{'0' * 64}/mine"},
+            {"kind": "cgroup", "cgroup": f"/user.slice/user-1000.slice/pod{POD}"},
+            {"kind": "cgroup", "cgroup": f"/user.slice/user-1000.slice{GROUP}"},
+            {"kind": "cgroup", "cgroup": f"/kubelet{GROUP}"},
         ],
     )
     def test_of_others(self, holder: dict[str, object]) -> None:
-        """A lease that any user could have made does not count, whatever its labels."""
-        assert claims.held(answered(holder), NOW) is None
+        """A lease with a holder that is not a pod of this kubelet does not count."""
+        assert held(answered(holder)) is None
+
+    @pytest.mark.parametrize("holder", [{"kind": "claim"}, {"kind": "cgroup", "cgroup": GROUP}])
+    def test_made_by_others(self, holder: dict[str, object]) -> None:
+        """A lease that no administrator claimed does not count, whatever holds it now."""
+        assert held(answered(holder, claimed_for=None)) is None
 
     def test_labels(self) -> None:
         """The labels of a lease name its devices."""
@@ -79,7 +89,7 @@ class TestPods:
         """Each possible path of a pod's group names the pod."""
         paths = pods.groups(uid, root)
         assert len(paths) == 6
-        assert {pods.pod_of(path) for path in paths} == {uid}
+        assert {pods.pod_of(path, root) for path in paths} == {uid}
 
     def test_paths(self) -> None:
         """The paths are kubelet's, for both drivers."""

@@ -1,4 +1,4 @@
-"""Suspects of a crash: all uids that had access are named, and one that was there alone is quarantined."""
+"""Suspects of a crash: all who had access are named, and one that was there alone is quarantined."""
 
 from typing import Final
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.model import Suspect
+from mpsd.core.model import Suspect, Who
 from mpsd.core.supervision.suspects import (
+    MOST_GROUPS,
     Crash,
     LetIn,
     QuarantinePolicy,
@@ -22,13 +23,14 @@ ANN, BOB, CAT = 1001, 1002, 1003
 POLICY: Final = QuarantinePolicy(crashes=2, window=100.0)
 
 
-def crash(*uids: int, at: float = 100.0, everybody: bool = False, others: bool = False) -> Crash:
-    """Return a crash at which these uids had access."""
-    return Crash("gpu0", at, LetIn(tuple(sorted(uids)), everybody=everybody, others=others))
+def crash(*who: Who, at: float = 100.0, everybody: bool = False, others: bool = False) -> Crash:
+    """Return a crash at which these uids and control groups had access."""
+    uids, groups = (each for each in who if isinstance(each, int)), (each for each in who if isinstance(each, str))
+    return Crash("gpu0", at, LetIn(everybody=everybody, others=others).and_(set(uids), groups))
 
 
-def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[int]:
-    return [each.uid for each in to_quarantine(crashes, policy, now)]
+def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[Who]:
+    return [each.who for each in to_quarantine(crashes, policy, now)]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("crashes", "uids"),
+    ("crashes", "who"),
     [
         ([], []),
         ([crash(ANN)], []),
@@ -70,11 +72,14 @@ def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
         ([crash(ANN, at=0.0), crash(ANN, at=100.0)], [ANN]),
         ([crash(ANN, at=-0.5), crash(ANN, at=100.0)], []),
         ([crash(ANN, at=-0.5), crash(ANN, BOB), crash(ANN, BOB)], []),
+        ([crash("/a"), crash("/a")], ["/a"]),
+        ([crash("/a", ANN), crash("/a", ANN)], []),
+        ([crash("/a"), crash("/a", "/b")], ["/a"]),
     ],
 )
-def test_who_is_shut_out(crashes: list[Crash], uids: list[int]) -> None:
-    """A uid is quarantined that had access at the given number of crashes within the window, at least once alone."""
-    assert shut_out(*crashes) == uids
+def test_who_is_shut_out(crashes: list[Crash], who: list[Who]) -> None:
+    """Somebody is quarantined that had access at the given number of crashes within the window, at least once alone."""
+    assert shut_out(*crashes) == who
 
 
 def test_policy() -> None:
@@ -85,9 +90,9 @@ def test_policy() -> None:
 
 
 def test_who_is_named() -> None:
-    """All uids with access are named, the most frequent first."""
-    found = suspects([crash(ANN, BOB), crash(ANN), crash(CAT, everybody=True)])
-    assert found == (Suspect(ANN, 2, 1), Suspect(BOB, 1, 0), Suspect(CAT, 1, 0))
+    """All who had access are named, the most frequent first."""
+    found = suspects([crash(ANN, BOB, "/a"), crash(ANN), crash(CAT, everybody=True)])
+    assert found == (Suspect(ANN, 2, 1), Suspect(BOB, 1, 0), Suspect(CAT, 1, 0), Suspect("/a", 1, 0))
 
 
 def test_what_is_explained_speaks_against_nobody() -> None:
@@ -104,6 +109,8 @@ def test_what_is_explained_speaks_against_nobody() -> None:
         (LetIn((ANN,), others=True), True, "uid 1001 and uids that are not known"),
         (LetIn(others=True), True, "uids that are not known"),
         (LetIn((ANN,), everybody=True), True, "every local user"),
+        (LetIn((ANN,), groups=("/a",)), True, "uid 1001 and control group /a"),
+        (LetIn(groups=("/a", "/b")), True, "control groups /a, /b"),
     ],
 )
 def test_let_in(let_in: LetIn, words: str, *, anybody: bool) -> None:
@@ -115,6 +122,13 @@ def test_more_are_let_in() -> None:
     """No uid is forgotten, and once all users had access, that is remembered."""
     assert LetIn((BOB,)).and_({ANN}) == LetIn((ANN, BOB))
     assert LetIn((BOB,), others=True).and_(None).and_({ANN}) == LetIn((ANN, BOB), everybody=True, others=True)
+    assert LetIn((BOB,)).and_(groups=("/b", "/a")).and_(groups=("/a",)) == LetIn((BOB,), groups=("/b", "/a"))
+
+
+def test_too_many_groups() -> None:
+    """Where there are too many control groups, the oldest are forgotten, and nobody counts as alone."""
+    found = LetIn().and_(groups=map(str, range(MOST_GROUPS + 1)))
+    assert (found.groups[0], len(found.groups), found.others) == ("1", MOST_GROUPS, True)
 
 
 _UIDS: Final = st.frozensets(st.sampled_from([ANN, BOB, CAT]))
@@ -136,9 +150,9 @@ def test_never_one_who_was_always_accompanied(crashes: list[Crash], most: int) -
     policy = QuarantinePolicy(crashes=most, window=100.0)
     counting = recent(crashes, policy, 200.0)
     for each in to_quarantine(crashes, policy, 200.0):
-        with_it = [found for found in counting if each.uid in found.let_in.uids]
+        with_it = [found for found in counting if each.who in found.let_in.known]
         assert len(with_it) == each.crashes >= most
-        assert any(found.let_in.is_alone(each.uid) for found in with_it)
+        assert any(found.let_in.is_alone(each.who) for found in with_it)
     always = {ANN, BOB}
     accompanied = [each for each in crashes if always <= set(each.let_in.uids) or not always & set(each.let_in.uids)]
     assert not always & set(shut_out(*accompanied, now=200.0, policy=policy))

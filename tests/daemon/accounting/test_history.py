@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -12,6 +13,7 @@ from mpsd.core.accounting.accounts import SECOND
 from tests.accounts import check_one_story, history, totals
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
+from tests.daemon.test_machine import DAY, Clock
 from tests.disks import as_root, fill, mounted
 from tests.harness import wait_until
 from tests.node import Node
@@ -127,6 +129,28 @@ class TestRestart:
         assert gap["because"] == "mpsd did not run"
         assert total(node, "lease", lease["id"])["threads_granted"] > 30
         check_one_story(node)
+
+    @pytest.mark.parametrize("days", [1, -1])
+    @pytest.mark.parametrize("runs", [True, False])
+    def test_a_jump_of_the_clock_is_a_gap(self, make_node: Start, short_tmp: Path, days: int, *, runs: bool) -> None:
+        """No lease counts for the time by which the clock jumps, while mpsd runs or is away, and a gap tells of it."""
+        clock = Clock(short_tmp)
+        node = make_node(simulate=1, env=clock.variables).start()
+        begun, lease = time.monotonic(), granted(node)
+        pass_time(1.2)  # a sample with the lease is stored
+        if runs:
+            clock.set(days * DAY)
+        else:
+            node.end()
+            clock.set(days * DAY)
+            node.start()
+        by = {"since": 3 * DAY}
+        wait_until(lambda: history(node, "gpu", **by)["gaps"], what="the gap")
+        (gap,) = history(node, "gpu", **by)["gaps"]
+        assert gap["because"] == "the clock was set, or the machine was suspended"
+        counted = total(node, "lease", lease["id"], **by)["threads_granted"]
+        assert 10 < counted <= 10 * (time.monotonic() - begun)
+        assert total(node, "gpu", node.get("/v1/gpus").json["gpus"][0]["uuid"], **by)["threads_granted"] >= counted
 
     def test_damaged(self, make_node: Start) -> None:
         """mpsd sets a damaged store aside, and begins a new one."""

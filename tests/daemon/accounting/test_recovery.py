@@ -89,6 +89,18 @@ def test_ends_without_an_event() -> None:
     assert sum(period.begun for _, period in accounts.so_far(at(6))) == 2
 
 
+@pytest.mark.parametrize("to", [100_000, -100_000])
+def test_jump_of_the_clock(to: int) -> None:
+    """No lease counts for the time by which the clock is set forward, and each counts on where it is set back."""
+    accounts = Accounts()
+    for each in (lease(1, 500, 0), lease(2, 200, 5)):
+        accounts.begin(record_of(each, microseconds(each.granted or SAMPLE)))
+    accounts.jump(at(10), at(to))
+    accounts.end("lease-2", at(to + 1))
+    assert threads_at(accounts, to + 2) == 50 * 12 + 20 * 6
+    assert all(period.end - period.start <= 10 * SECOND for _, period in accounts.so_far(at(to + 2)))
+
+
 def test_grants_without_an_event() -> None:
     """A living lease whose grant left no event counts from the last event on, or from its grant if that was later."""
     leases = [lease(3, 100, 8), lease(1, 500, -1), lease(2, 90, 5), lease(4, 10, 3)]

@@ -139,6 +139,39 @@ def test_gpus(line: Line) -> None:
 
 
 @needs_root
+def test_gpu_count(line: Line) -> None:
+    """A user has leases on as many GPUs at a time as its quota, and one user cannot keep all GPUs with tiny shares."""
+    set_quotas(line, everybody="gpu_count = 1")
+    kept = line.granted(uid=ANN, threads=0.1, memory="1MiB", gpu="0")
+    over(line.ask(uid=ANN, threads=0.1, memory="1MiB", gpu="1"), "gpu_count")
+    over(line.ask(uid=ANN, threads=0.1, memory="1MiB", gpus=2, wait=None), "gpu_count")
+    assert line.granted(uid=ANN, threads=0.1, memory="1MiB")["gpus"] == kept["gpus"]
+    other = line.granted(uid=BOB, **SMALL)
+    assert other["gpus"] != kept["gpus"]
+    # A request that waits counts for a GPU of its own, unless it can only be granted on one that the user has.
+    line.waits(uid=ANN, threads=100, memory="1GiB")
+    _, elsewhere = line.waits(uid=CAT, threads=100, memory="1GiB")
+    over(line.ask(uid=CAT, **SMALL), "gpu_count")
+    line.release(elsewhere)
+    line.release(other)
+    assert line.granted(uid=CAT, **SMALL)["gpus"] == other["gpus"]
+
+
+@needs_root
+def test_gpu_count_of_a_claim(line: Line) -> None:
+    """A holder takes no claim on a further GPU than the quota of its user allows."""
+    set_quotas(line, ann="gpu_count = 1")
+    claims = [line.granted(**SMALL, gpu=gpu, holder={"claim": {}}) for gpu in "01"]
+    with calling(line.node.socket, uid=ANN) as caller:
+        taken = [
+            caller.request("POST", f"/v1/leases/{each['id']}/holders", {"token": each["env"]["MPSD_LEASE_TOKEN"]})
+            for each in claims
+        ]
+        assert taken[0].status in {200, 201}, taken[0].body
+        over(taken[1], "gpu_count")
+
+
+@needs_root
 def test_whose_quota(line: Line) -> None:
     """A user's own quota precedes those of its groups, and these precede the general one; they are not added."""
     set_quotas(line, everybody="threads = 10", group="threads = 20", ann="threads = 30")

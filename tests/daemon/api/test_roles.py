@@ -247,6 +247,18 @@ class TestAnothersLease:
             assert line.ask(uid=ADMIN, threads=1, memory="1GiB", gpu=lease["gpus"][0]).json["limit"] == "user"
             assert user.request("DELETE", path).status == 204
 
+    @pytest.mark.parametrize(
+        ("limit", "asked"),
+        [("labels", {"labels": {"kubernetes/slice": "1"}}), ("request_id", {"request_id": "kubernetes/0af54f2c/0"})],
+    )
+    def test_reserved_for_pods(self, line: Line, limit: str, asked: dict[str, Any]) -> None:
+        """An administrator alone can use the labels and request ids by which the leases of pods are found."""
+        answer = line.ask(uid=USER, threads=1, memory="1GiB", **asked)
+        assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", limit)
+        assert "for administrators" in answer.json["detail"]
+        assert "another beginning" in answer.json["hint"]
+        assert line.granted(uid=ADMIN, threads=1, memory="1GiB", **asked)["owner"]["uid"] == ADMIN
+
     def test_request_id_is_one_s_own(self, line: Line) -> None:
         """A request_id that two users have in common finds each user's own lease."""
         theirs = line.granted(uid=USER, threads=1, memory="1GiB", request_id="guessed")
@@ -273,6 +285,25 @@ class TestSeeing:
             assert {each["id"] for each in seen["leases"]} == {mine["id"], theirs["id"]}
             assert seen["others"]["leases"] == 0
         assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
+
+    def test_who_keeps_a_gpu(self, line: Line) -> None:
+        """Everybody sees which uid keeps a GPU whose control daemon serves one uid at a time, and how much it has."""
+        line.granted(uid=USER, threads=0.1, memory="1MiB", gpu="0")
+        for uid in (OBSERVER, OTHER, None):
+            for found in (line.call("GET", path, uid=uid).answer().json for path in ("/v1/status", "/v1/gpus")):
+                assert [(each["users"], each["threads_granted"]) for each in found["gpus"]] == [([USER], 0.1), ([], 0)]
+        refused = line.call("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "gpu": "0"}, uid=OTHER).answer().json
+        assert refused["detail"].startswith(f"uid {USER} has 0.1 % and 1MiB of the GPU, ")
+
+    def test_users_of_a_shared_gpu(self, make_node: Start, make_line: MakeLine) -> None:
+        """Of a GPU that several users share, a user sees itself, and an administrator sees all."""
+        config = f'{CONFIG}[daemon]\nusers = "many"\n'
+        line = make_line(make_node(simulate=1, control=None, config=config).start())
+        for uid in (USER, OTHER):
+            line.granted(uid=uid, threads=1, memory="1GiB")
+        for uid, seen in ((USER, [USER]), (OBSERVER, []), (ADMIN, [USER, OTHER])):
+            (gpu,) = line.call("GET", "/v1/gpus", uid=uid).answer().json["gpus"]
+            assert gpu["users"] == sorted(seen)
 
     def test_token(self, make_node: Start, make_line: MakeLine) -> None:
         """A lease's token is visible to its owner and to administrators, and only where a single lease is requested."""

@@ -152,6 +152,22 @@ class TestRepeated:
             assert (again["id"], again["owner"]["uid"]) == (lease["id"], ANN)
 
 
+@needs_root
+def test_who_requested_it(node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+    """A lease says whether an administrator claimed it, whoever holds it later, also after a restart of mpsd."""
+    with calling(node.socket, uid=ANN) as ann:
+        own = ann.admit(**SMALL).json
+        theirs = claimed(node, holder={"claim": {"uid": 0}}, threads=10)
+        path = f"/v1/leases/{own['id']}/holders"
+        assert node.request("POST", path, {"claim": {}, "replace": True}).status == 200
+        assert take(node, theirs, sleeper.pid).status == 200
+        assert [kinds(node, each) for each in (own, theirs)] == [["claim"], ["process"]]
+        for _ in range(2):
+            assert [shown(node, each)["claimed_for"] for each in (own, theirs)] == [None, 0]
+            node.end(signal.SIGKILL)
+            node.start()
+
+
 class TestEnds:
     """The reasons given for a claim that ends, and for one that was not granted yet."""
 

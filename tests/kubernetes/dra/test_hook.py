@@ -87,6 +87,20 @@ def test_another_pod_of_the_same_claim(cluster: DraCluster) -> None:
         end(process)
 
 
+def test_a_group_of_another_place(cluster: DraCluster) -> None:
+    """A container below a group with a pod's name, but not where kubelet puts pods, gets none of a pod's leases."""
+    claim = cluster.claim()
+    pod = cluster.pod(claim)
+    pod.group = cluster.top / pod.group.name
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    process = created(pod, 7)
+    done = call_hook(cluster, device, process.pid)
+    end(process)
+    assert (done.returncode, cluster.held(pod)) == (77, [])
+    assert f"in no control group of a pod below /{cluster.top.name}" in done.stderr
+
+
 def test_outside_of_a_pod(cluster: DraCluster) -> None:
     """A container outside of pods gets none of a pod's leases."""
     claim = cluster.claim()

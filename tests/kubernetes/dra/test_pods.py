@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from mpsd.core.dra import prepared
 from mpsd.simulator.client import program
 from tests.harness import wait_until
 from tests.kubernetes.dra.cluster import GPU, DraCluster, opaque, result
@@ -144,6 +145,26 @@ class TestConfiguration:
         assert device["attributes"]["attach"] == {"string": "strict"}
         cluster.prepare(cluster.claim(config=[opaque(strictness="strict")]))
         assert len(cluster.leases()) == 1
+
+
+def test_a_request_id_is_no_evidence(make_cluster: MakeCluster) -> None:
+    """Another user's lease with the request_id of a share is not given to the claim, even where a pod holds it."""
+    cluster = make_cluster(control=None, config='[daemon]\nusers = "many"\n')
+    claim, other = cluster.claim(), cluster.pod()
+    other.begin()
+    theirs = {
+        "threads": 0.1,
+        "memory": "1MiB",
+        "owner": {"uid": 1234, "gid": 1234},
+        "holder": {"cgroup": str(other.group), "while": "exists"},
+        "request_id": prepared.request_id(claim.uid, 0),
+    }
+    lease = cluster.node.request("POST", "/v1/leases", theirs).json
+    cluster.prepare(claim)
+    (another,) = (each for each in cluster.leases() if each["id"] != lease["id"])
+    assert cluster.created([claim])["variables"]["MPSD_LEASE"] == another["id"]
+    cluster.unprepare(claim)
+    assert [each["id"] for each in cluster.leases()] == [lease["id"]]
 
 
 class TestRefusals:

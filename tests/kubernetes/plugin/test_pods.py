@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.th
 
 GIB = 2**30
 TWO = {"RESOURCES": "threads-and-memory"}
+ROOT = {"uid": 0, "gid": 0}
 
 
 def is_idle(cluster: StandIn) -> bool:
@@ -325,13 +326,22 @@ class TestMemory:
         assert lease["labels"]["kubernetes/memory"]
 
 
-def test_a_label_is_no_evidence(make_cluster: MakeCluster) -> None:
-    """A user's own lease with the labels of a container's is neither touched nor counted as one."""
-    cluster = make_cluster(settings={"ORPHAN_GRACE": "0.1"})
+@pytest.mark.parametrize("kind", ["process", "cgroup", "claim"])
+def test_a_label_is_no_evidence(make_cluster: MakeCluster, kind: str) -> None:
+    """A lease that nobody claimed for a container, with a container's labels, is neither touched nor counted as one.
+
+    Nothing of it looks different, not even a holder that is the control group of a pod with processes.
+    """
+    cluster = make_cluster(settings={"ORPHAN_GRACE": "0.1", "WAIT": "0.1"})
+    other = cluster.create({"other": {}})
+    holder = {"cgroup": str(other.group), "while": "exists"} if kind == "cgroup" else None
     labels = {"kubernetes/slice": f"{2**100 - 1:x}"}
-    body = {"threads": 10, "memory": "1GiB", "labels": labels}
-    mine = cluster.node.request("POST", "/v1/leases", body).json
+    body = {"threads": 0.1, "memory": "1MiB", "labels": labels, "holder": holder}
+    mine = cluster.node.request("POST", "/v1/leases", {**body, **({"owner": ROOT} if holder else {})}).json
+    if kind == "claim":
+        path = f"/v1/leases/{mine['id']}/holders"
+        assert cluster.node.request("POST", path, {"claim": {}, "replace": True}).status == 200
     pod = cluster.create({"main": {SLICE: 50}})
     pod.start("main")
-    cluster.await_held(pod)
-    assert mine["id"] in {each["id"] for each in cluster.leases()}
+    (lease,) = cluster.await_held(pod)
+    assert {each["id"] for each in cluster.leases()} == {mine["id"], lease["id"]}

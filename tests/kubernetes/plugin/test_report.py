@@ -1,5 +1,6 @@
 """Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServ
     wait_until(lambda: api_server.asked("PATCH", NODE)[1:], what="the node to be labelled again", deadline=30)
     state = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"]["mpsd/state"]
     assert pod.uid in state
+
+
+def test_a_pod_that_was_given_no_lease(cluster: StandIn, api_server: ApiServer) -> None:
+    """A lease that was not claimed for a container counts, but for no pod, although the group of one holds it."""
+    other = cluster.create({"other": {}})
+    holder, owner = {"cgroup": str(other.group), "while": "exists"}, {"uid": 0, "gid": 0}
+    asked = {"threads": 0.1, "memory": "1MiB", "holder": holder, "owner": owner}
+    assert cluster.node.request("POST", "/v1/leases", asked).status == 201
+
+    def shares() -> object:
+        notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
+        return json.loads(notes["mpsd/state"])["gpus"][0]["shares"] if notes else []
+
+    wait_until(shares, what="the share to be reported")
+    assert shares() == [["", 0.1, 1]]
 
 
 def metadata_of(api_server: ApiServer) -> dict[str, str]:

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,6 +56,9 @@ _DIGITS: Final = 10
 _SEND: Final = 10.0
 """Seconds for a browser to receive an answer."""
 _LOOK: Final = 0.5
+_BATCH: Final = 256
+_TOLD: Final = 32
+"""Connections of other users that get a message within a second."""
 
 _OPEN: Final = "/page/session"
 _NODE: Final = "/page/node"
@@ -168,7 +172,10 @@ class Server(ThreadingHTTPServer):
         self.ending = threading.Event()
         self._users = frozenset(users)
         self._places = threading.BoundedSemaphore(MOST)
+        self._told = Counter[int]()
+        """The number of other users' connections in the latest second that had any."""
         super().__init__((LOOPBACK, port), _Handler)
+        self.socket.setblocking(False)
         self.port = int(self.server_address[1])
         self._prove_that_users_are_known()
 
@@ -190,12 +197,22 @@ class Server(ThreadingHTTPServer):
         """
         return f"http://{LOOPBACK}:{self.port}/#token={self.sessions.link()}"
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401 - socketserver's signature
-        """Tell whether a connection belongs to one of the users; close any other unread, after a short message."""
-        if tcp_uid(client_address, (LOOPBACK, self.port)) in self._users:
-            return True
-        _last_words(request, HTTPStatus.FORBIDDEN, "this page is of another user")
-        return False
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept the next connection of one of the users, and close all others before it unread.
+
+        A few of them in a second get a short message, which takes longer than all else here. Raises BlockingIOError
+        where no further connection waits, and after `_BATCH` others, so that the server can end beside a flood.
+        """
+        for _ in range(_BATCH):
+            connection, address = self.socket.accept()
+            if tcp_uid(address, (LOOPBACK, self.port)) in self._users:
+                return connection, address
+            second = int(time.monotonic())
+            self._told = Counter({second: self._told[second] + 1})
+            if self._told[second] <= _TOLD:
+                _last_words(connection, HTTPStatus.FORBIDDEN, "this page is of another user")
+            self.shutdown_request(connection)
+        raise BlockingIOError
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
         """Serve a connection in a thread of its own, if fewer than MOST are open."""
@@ -236,6 +253,8 @@ def _last_words(connection: socket.socket, status: HTTPStatus, why: str) -> None
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    """Otherwise the body of an answer on a kept connection waits 40 ms for the browser's kernel."""
     server_version = f"mpsctl/{__version__}"
     sys_version = ""
 

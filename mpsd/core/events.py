@@ -108,7 +108,7 @@ class EventName(StrEnum):
     SERVER_CONTINUED = ("server_continued", "info", "daemon server uid left_out?", "A stopped server has continued.",
         "{daemon}: server {server} of {user} has continued")
     SERVER_KILLED = ("server_killed", "warning", "daemon server uid because left_out?",
-        "mpsd has ended a stopped server that nothing used any more.",
+        "mpsd has ended a stopped or hung server that nothing used any more.",
         "{daemon}: mpsd ended server {server}: {because}")
     SERVER_EXITED = ("server_exited", "warning", "daemon server status left_out?", "A server exited with an error.",
         "{daemon}: server {server} ended with status {status}")

@@ -1,7 +1,8 @@
-"""Whether a server that its user has stopped is still used, or has to be ended. Pure.
+"""Whether a server that its user has stopped, or made hang, is still used, or has to be ended. Pure.
 
-A server runs as its clients' user, who may stop it (SIGSTOP). While it is stopped, its control daemon answers no
-question about it, and then none at all, and serves no client of any user (measured on 580).
+A server runs as its clients' user, who may stop it (SIGSTOP), or trace it and have it do anything. While it is stopped,
+its control daemon answers no question about it, and then none at all, and serves no client of any user (measured on
+580).
 """
 
 from collections.abc import Collection, Mapping
@@ -13,6 +14,9 @@ from mpsd.core.units import first_of
 PATIENCE: Final = 0.9
 """Seconds for which a server has to be stopped before it is ended: a debugger stops a process for moments."""
 
+HANGS: Final = 5.0
+"""Seconds for which a control daemon has to be silent before a server that is not stopped is taken for the cause."""
+
 
 def used_by(
     uid: int,
@@ -22,7 +26,7 @@ def used_by(
     *,
     many_users: bool,
 ) -> str:
-    """Say why a stopped server of a uid must not be ended; empty where no lease and no client is left for it.
+    """Say why a stopped or hung server of a uid must not be ended; empty where no lease and no client is left for it.
 
     `leases` has the leases on its GPU with the uids that their processes may have, and `clients` the pids of its living
     clients, from its last answer and from NVML; 0 is a client that mpsd does not see. A server for `many_users` is used

@@ -62,7 +62,7 @@ class Cause(StrEnum):
 
 STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
 """The causes that a working server hardly ever shows. A daemon without users whose server is suspect for one of them is
-replaced at once: that takes a moment, and harms no client."""
+replaced at once: that takes a moment, and harms no client. So it is where a canary did not decide another cause."""
 
 STOPPING_GRANTS: Final = STRONG | {Cause.ADOPTED}
 """The causes for which nothing is granted until the server is known to serve. Any user can cause the others."""
@@ -178,8 +178,14 @@ class Suspicions:
 
     @property
     def strong(self) -> Suspicion | None:
-        """The first open suspicion with a strong cause."""
-        return next((each for each in self._open if each.cause in STRONG), None)
+        """The first open suspicion with a strong cause, or that stops grants and a canary has not decided.
+
+        Its user can hinder each canary, and nothing else may ever decide it.
+        """
+        for each, when in self._open.items():
+            if each.cause in STRONG or (when.stops_grants and when.due > when.since):
+                return each
+        return None
 
     @property
     def stopping_grants(self) -> Suspicion | None:

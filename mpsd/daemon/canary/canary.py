@@ -184,6 +184,8 @@ async def _watched(
         if ended or any(map(_is_answer, said)):
             return True, None
         hindered = hindered or hindrance()
+        if proc.is_stopped(canary.pid):
+            break  # its user has done that, and may never continue it
         if not begun and BEGINS.encode() in said:
             begun, end = True, clock.monotonic() + seconds
     if hindered is None and not begun:

@@ -187,7 +187,7 @@ class Replacement:
 
 
 class StoppedServers:
-    """The stopped servers of one control daemon, and of its dead predecessors."""
+    """The stopped and the hung servers of one control daemon, and the stopped ones of its dead predecessors."""
 
     def __init__(
         self,
@@ -222,19 +222,23 @@ class StoppedServers:
             return f"it is unknown whether its server is stopped: {error.strerror}"
         return f"its server {', '.join(pids)} is stopped (SIGSTOP)" if pids else ""
 
-    async def check(self, daemon: DaemonProcess | None, *, silent: bool) -> str:
+    async def check(self, daemon: DaemonProcess | None, *, silent: float) -> str:
         """Report the stopped servers, and end the unused ones; return why the control daemon has to be replaced.
 
-        `silent` says whether the control daemon does not answer, so that it may have a server that it never named.
+        `silent` says for how many seconds the control daemon has not answered. It may have a server then that it never
+        named, and one that is not stopped can be the cause: its user can make it hang in other ways.
         """
         if clock.monotonic() < self._due:
             return ""
         self._due = clock.monotonic() + _SPACING
         known = {*self._observer.clients, *self._observer.survivors.all, *self._found}
+        unnamed = set[ProcessIdentity]()
         if daemon is not None and silent and not any(map(_is_stopped, known)):
-            known |= {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
-        self._note(known)
+            unnamed = {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
+        self._note(known | unnamed)
         late = [each for each, server in self._found.items() if clock.monotonic() - server.at >= stopped.PATIENCE]
+        if daemon is not None and silent >= stopped.HANGS and not self._found and not _is_stopped(daemon.identity):
+            late = [each for each in unnamed if proc.parent(each.pid) == daemon.identity.pid]
         if not late:
             return ""
         usage, many_users = await self._usage(), daemon is None or daemon.many_users
@@ -257,39 +261,42 @@ class StoppedServers:
 
     def _end_unused(self, identity: ProcessIdentity, usage: Reading[GpuUsage], *, many_users: bool) -> str:
         """End a server if nothing uses it, and say so; otherwise, note what does."""
-        server = self._found[identity]
+        server = self._found.get(identity)
+        uid = proc.real_uid(identity.pid) if server is None else server.uid
+        if uid is None:
+            return ""
         leases = {each.id: violations.users_of(each) for each in self._leases.on(self._name)}
         servers = [each for each in self._observer.servers if each.pid == identity.pid]
         clients = {client for each in servers for client in living_of(each)}
         if isinstance(usage, Known):
             clients |= living_clients(usage.value) - self._observer.canaries
-        because = stopped.used_by(server.uid, leases, clients, usage, many_users=many_users)
+        because = stopped.used_by(uid, leases, clients, usage, many_users=many_users)
         if not because:
             try:
-                return self._end(identity, server)
+                return self._end(identity, uid)
             except PermissionError as error:
                 because = f"mpsd has no permission to end it: {error.strerror} (CAP_KILL)"
-        if because != server.used_by:
+        if server is not None and because != server.used_by:
             self._found[identity] = replace(server, used_by=because)
             self.changed.send()
         return ""
 
-    def _end(self, identity: ProcessIdentity, server: StoppedServer) -> str:
+    def _end(self, identity: ProcessIdentity, uid: int) -> str:
         """End a server that nothing uses, and say so. Raises PermissionError."""
         living = process.adopt(identity)
         if living is None:
             return ""
         try:
-            if not _is_stopped(identity):
+            if identity in self._found and not _is_stopped(identity):
                 return ""
             living.signal(signal.SIGKILL)
         finally:
             living.close()
         self._observer.forget_server(identity)
-        del self._found[identity]
+        did = "was stopped" if self._found.pop(identity, None) else "kept its control daemon from answering"
         self.changed.send()
-        because = f"server {server.pid} of uid {server.uid} was stopped, and no lease and no client is left for it"
-        self._log.warning(EventName.SERVER_KILLED, server=server.pid, uid=server.uid, because=because)
+        because = f"server {identity.pid} of uid {uid} {did}, and no lease and no client is left for it"
+        self._log.warning(EventName.SERVER_KILLED, server=identity.pid, uid=uid, because=because)
         return because
 
 

@@ -346,7 +346,8 @@ class Supervisor:
     async def _check_servers(self) -> None:
         """Check the servers of dead control daemons, and stopped ones; an unused daemon is replaced with the latter."""
         await self.survivors.check()
-        because = await self.stopped_servers.check(self._instance.evidence, silent=self._lifecycle.is_silent)
+        silent = self._lifecycle.steady if self._lifecycle.is_silent else 0.0
+        because = await self.stopped_servers.check(self._instance.evidence, silent=silent)
         is_watched = self.state in ANSWERED or self._lifecycle.is_silent
         if because and is_watched and not self.drainer.desired.waits and self.replacement.is_deserted:
             self._move(Event.STOP, f"it is replaced: {because}")

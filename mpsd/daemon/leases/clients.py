@@ -22,6 +22,7 @@ from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
+from mpsd.system import clock
 from mpsd.system.processes import proc
 from mpsd.system.processes.process_table import NewProcesses
 
@@ -285,6 +286,10 @@ _ROOT: Final = 0
 _TICK: Final = 0.2
 """Seconds between two checks of holders and new processes; a program takes longer to start and to load CUDA."""
 
+_SLICE: Final = 0.004
+_REST: Final = 0.02
+"""Seconds that the check of many holders takes of the loop at a time, and leaves to others before it goes on."""
+
 _REMEMBERED: Final = 100
 """Checks for which the examined processes are remembered: as many as repeat a process (`NewProcesses`)."""
 
@@ -320,8 +325,13 @@ class ChangedUsers:
             before = len(self._reported)
             if not roots:
                 return  # mpsd does not wake for this on a node without leases
-            for lease in roots:
-                self.check(lease)
+            began = clock.monotonic()
+            for each in roots:
+                if clock.monotonic() - began > _SLICE:
+                    await asyncio.sleep(_REST)
+                    began = clock.monotonic()
+                if (lease := self._ledger.leases.get(each.id)) is not None:
+                    self.check(lease)
             with self._lacks.outlived():
                 new = new or NewProcesses()
                 for pid in new.look():

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 
 from mpsd.core import compute_mode
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
+from mpsd.core.errors import ComputeModeError, ExhaustedError, GpuUnknownError, NoDriverError
 from mpsd.core.gpus import Condition
 from mpsd.core.model import Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.system.gpus import nvml_readings
@@ -48,6 +48,9 @@ _NO_DRIVER: Final = {
 }
 """Reasons why NVML does not start, and the remedies, by nvmlReturn_t. Source: nvml.h (NVML_ERROR_DRIVER_NOT_LOADED,
 NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_LIB_RM_VERSION_MISMATCH)."""
+
+_LACKS: Final = {20, 23}
+"""NVML_ERROR_MEMORY and NVML_ERROR_INSUFFICIENT_RESOURCES, which pass by themselves. Source: nvml.h."""
 
 _COMPUTE_MODES: Final = {
     0: ComputeMode.DEFAULT,
@@ -217,7 +220,10 @@ class _Nvml:
         self._library = library
 
     def open(self) -> _Node:
-        """Open the driver, once. Raises NoDriverError when it is absent, cannot be used, or has no GPU."""
+        """Open the driver, once.
+
+        Raises NoDriverError when it is absent, cannot be used, or has no GPU, and ExhaustedError for a lack.
+        """
         if self.node is not None:
             return self.node
         with contextlib.ExitStack() as on_failure:
@@ -234,6 +240,10 @@ class _Nvml:
                     hint=f"check that the driver library fits this machine; {_WITHOUT_GPU}",
                 ) from None
             except self.lib.NVMLError as error:
+                if error.value in _LACKS:
+                    raise ExhaustedError(
+                        f"NVML cannot start: {error}", hint="end programs that use up memory, files or processes"
+                    ) from None
                 unforeseen = (f"NVML cannot start: {error}", "see nvidia-smi")
                 because, remedy = _NO_DRIVER.get(error.value, unforeseen)
                 raise NoDriverError(because, hint=f"{remedy}; {_WITHOUT_GPU}") from None

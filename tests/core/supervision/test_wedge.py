@@ -139,6 +139,18 @@ def test_refuted() -> None:
     assert suspicions.due(0.0) == suspicion()
 
 
+def test_canary_that_decides_nothing() -> None:
+    """A cause that stops grants is strong once a canary has not decided it: its user can hinder each canary."""
+    suspicions, adopted = Suspicions(), suspicion(cause=Cause.ADOPTED)
+    suspicions.add(adopted, 0.0)
+    suspicions.add(suspicion(), 0.0)
+    strong = [suspicions.strong]
+    for now, unable in ((1.0, False), (2.0, True)):
+        suspicions.conclude(now, end(Proof.NOTHING, unable=unable), now)
+        strong.append(suspicions.strong)
+    assert strong == [None, adopted, None]
+
+
 @pytest.mark.parametrize("proof", Proof)
 def test_suspicion_during_an_examination(proof: Proof) -> None:
     """The result of a canary concerns no suspicion that arose after it had begun, and delays its examination not."""

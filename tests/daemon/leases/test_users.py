@@ -95,6 +95,19 @@ def test_holder_that_changed(node: Node, python: str) -> None:
     event(node, "violation_ended", pid=program.pid)
 
 
+def test_one_of_many_holders(make_node: Start, python: str) -> None:
+    """Of many holders, whose check leaves the loop to others after each, the one that changed its user is named."""
+    durations = {"mpsd.daemon.leases.clients._SLICE": -1.0}
+    node = make_node(simulate=1, control=None, config=MANY, durations=durations).start()
+    for _ in range(20):
+        assert node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).status == 201
+    with leased(node, "--fraction", "0.25", within=(*AS_NOBODY, *WAITS, *instead(python))) as program:
+        lease = event(node, "lease_granted", pid=program.pid)["lease"]
+        event(node, "lease_user_changed", lease=lease, pids=[program.pid])
+        go(program)
+        assert not program.hello["mps"]
+
+
 def test_relative_that_changed(make_node: Start, python: str) -> None:
     """A child of the holder that runs as another user on the GPU, by su for example, is named, and not ended."""
     config = f'{MANY}[enforcement]\non_violation = "terminate"\ngrace = 0.2\n'

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
+from mpsd.core.errors import ComputeModeError, ExhaustedError, GpuUnknownError, NoDriverError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
@@ -547,6 +547,16 @@ def test_node_without_a_driver(nvml: FakeNvml, gpus: Child, faults: list[str], b
         gpus.inventory()
     assert "mpsd run --simulate" in refused.value.hint
     assert nvml.functions().count("nvmlShutdown") == opened
+    nvml.show(*_NODE)
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+@pytest.mark.parametrize("code", [20, 23])
+def test_lack_at_the_start(nvml: FakeNvml, gpus: Child, code: int) -> None:
+    """A lack of memory or of the system's resources may pass, and is no reason to give up."""
+    nvml.show(*_NODE, _fault("nvmlInitWithFlags", code))
+    with pytest.raises(ExhaustedError, match="NVML cannot start"):
+        gpus.inventory()
     nvml.show(*_NODE)
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
 

@@ -205,10 +205,14 @@ class Clients:
 
     def of_changed_holders(self) -> Iterator[Violation]:
         """Yield the violations of holders that now run as another user, and are no longer clients of their leases."""
+        changed = dict[tuple[ProcessIdentity, int], int | None]()  # a process may hold many leases, and is read once
         for lease in self._ledger.leases.values():
             for holder in lease.holders:
                 if isinstance(holder, HoldingProcess):
-                    uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
+                    key = holder.identity, lease.owner.uid
+                    if key not in changed:
+                        changed[key] = proc.real_uid_unless(*key)
+                    uid = changed[key]
                     if uid is not None and uid != holder.uid:
                         yield violations.of_changed_holder(lease, holder.identity, lease.shares[0], uid)
 

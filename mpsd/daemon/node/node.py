@@ -183,6 +183,7 @@ class Node:
         late = await self.control_daemons.ask(lease)
         asked = clock.monotonic()
         async with self._refreshing:
+            await asyncio.sleep(0)  # those who were answered at the same moment share this reading, too
             began = clock.monotonic()
             if self._refreshed < asked:  # all who asked during a reading share the next one
                 await self.gpus.read()

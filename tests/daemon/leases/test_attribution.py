@@ -165,6 +165,24 @@ def test_many_without_a_family(make_node: Start) -> None:
         assert reads(node) - before < 10 * 10 * most  # two for each process, client and answer otherwise
 
 
+def test_many_leases_of_a_process(make_node: Start) -> None:
+    """mpsd reads a process once at each reading of the GPUs, however many leases it holds."""
+    node, most = make_node(simulate=1).start(), 40
+
+    def cost() -> int:
+        """Return how often mpsd reads for ten verifications."""
+        before, (lease_id, *_) = reads(node), [each["id"] for each in node.leases()]
+        for _ in range(10):
+            assert node.get(f"/v1/leases/{lease_id}/verify").status == 200
+        return reads(node) - before
+
+    node.lease(threads=1, memory=MIB)
+    alone = cost()
+    for _ in range(most):
+        node.lease(threads=1, memory=MIB)
+    assert cost() - alone < 10 * most  # two for each lease and verification otherwise
+
+
 def reads(node: Node) -> int:
     """Return how often mpsd has read from a file."""
     return int(Path(f"/proc/{node.pid}/io").read_text(encoding="ascii").split("syscr: ")[1].split()[0])

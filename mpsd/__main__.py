@@ -208,14 +208,15 @@ def check(config: Path | None) -> None:
     from mpsd.system.files import rundir
     from mpsd.system.gpus import driver
     from mpsd.system.host import event_loop
-    from mpsd.system.host.configuration import read_configuration
+    from mpsd.system.host.configuration import read_configuration, with_names
     from mpsd.system.mps import control_flags
     from mpsd.system.mps.control_pipe import ControlProgram
 
     settings = read_configuration(config)
     rundir.check(settings, ["gpu0"], private=False)
     rundir.check_acl_support(settings)
-    if unknown := unknown_names(settings.names):
+    named = event_loop.run(with_names(settings))
+    if unknown := unknown_names(named.names):
         raise ConfigurationError(unknown, hint=UNKNOWN_NAMES_HINT)
     try:
         found = driver.find(settings.daemon.control, settings.daemon.driver_root)

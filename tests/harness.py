@@ -99,6 +99,10 @@ def remove_tree(path: Path) -> None:
 # -- processes, as /proc has them --------------------------------------------------------------------------------------
 
 
+HANGING: Final = "hanging"
+"""How the kernel calls a process of `tests/hanging.py`, of which nothing else can be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A process at the moment of one check."""
@@ -142,7 +146,7 @@ def look_at(pid: int) -> Running | None:
     fields = rest.split()
     command = ""
     with contextlib.suppress(OSError):
-        command = _read(f"{folder}/cmdline").replace("\0", " ").strip()
+        command = _claim(pid, "cmdline").replace("\0", " ").strip()
     return Running(
         pid=pid,
         parent=int(fields[1]),
@@ -159,11 +163,16 @@ def below(directory: Path) -> list[Running]:
     return [process for process in found if process is not None and not process.zombie]
 
 
+def _claim(pid: int, file: str) -> str:
+    """Return a file of a process that the process can delay; empty for one that does so (`tests/hanging.py`)."""
+    return "" if _read(f"/proc/{pid}/comm") == f"{HANGING}\n" else _read(f"/proc/{pid}/{file}")
+
+
 def _pipe_directory(pid: int) -> str:
     """Return the value of CUDA_MPS_PIPE_DIRECTORY in a process's environment; empty where it has or shows none."""
     environment = ""
     with contextlib.suppress(OSError):
-        environment = _read(f"/proc/{pid}/environ")
+        environment = _claim(pid, "environ")
     _, found, rest = f"\0{environment}".partition("\0CUDA_MPS_PIPE_DIRECTORY=")
     return rest.partition("\0")[0] if found else ""
 
@@ -275,11 +284,13 @@ class Watch:
         ]
 
     def _is_a_shared_nodes(self, process: Running) -> bool:
-        """Return whether it is a control daemon of an mpsd that existed before, and still exists.
+        """Return whether it is a control daemon or the reader of an mpsd that existed before, and still exists.
 
-        If several tests share a node, its mpsd replaces a control daemon for the next user of it.
+        If several tests share a node, its mpsd replaces a control daemon for the next user of it, and starts a reader
+        when it needs one.
         """
-        return process.parent in self._pids and process.parent != os.getpid() and process.command.endswith(" -f")
+        is_mpsds = process.command.endswith((" -f", "reader_program"))
+        return process.parent in self._pids and process.parent != os.getpid() and is_mpsds
 
     def _is_a_shared_browsers(self, process: Running | None) -> bool:
         """Tell whether it is a process of a browser that was there before: that starts and ends them as it likes."""

@@ -33,7 +33,8 @@ from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
-from mpsd.system.processes import namespaces
+from mpsd.system.processes import foreign_files, namespaces
+from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 
 if TYPE_CHECKING:
     from mpsd.client import Api, answer_types
@@ -94,12 +95,18 @@ async def _mend(
 
 
 async def _observe(api: "Api", config: Path | None, root: Path | None) -> Observed:
+    async with ForeignReader() as reader:
+        return await _observe_with(reader, api, config, root)
+
+
+async def _observe_with(reader: ForeignReader, api: "Api", config: Path | None, root: Path | None) -> Observed:
     path = Path(api.path)
     units = await service.units()  # before the first connection: it starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(path)
     answers, remedy = _ask(api)
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
-    process = proc.process(socket.listener[0]) if believed and socket.listener and socket.listener[0] else None
+    listens = socket.listener[0] if believed and socket.listener else 0
+    process = await proc.process(listens, reader) if listens else None
     if process is not None and not proc.is_mpsd(process.arguments):
         process = None  # a service manager listens, and passes the socket on
     arguments_of = (
@@ -109,7 +116,8 @@ async def _observe(api: "Api", config: Path | None, root: Path | None) -> Observ
     configuration = service.configuration(config or arguments_of.config, root)
     settings = _to_judge_by(answers, configuration.settings)
     holder = service.lock_holder(settings.paths.runtime_dir)
-    processes = proc.processes((arguments_of.control or settings.daemon.control,), settings.paths.runtime_dir)
+    control = arguments_of.control or settings.daemon.control
+    processes = await proc.processes((control,), settings.paths.runtime_dir, reader)
     process = process or _holder(holder, processes)
     simulated = isinstance(answers, Known) and answers.value.simulated
     return Observed(
@@ -124,10 +132,10 @@ async def _observe(api: "Api", config: Path | None, root: Path | None) -> Observ
             lock_holder=holder,
             units=units,
         ),
-        files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
+        files=disk.look(settings, private=root is not None, apart=await _apart(settings, socket, process, reader)),
         processes=processes,
         gpus=await gpus.look(settings, arguments_of.control, simulated=simulated),
-        clients=_clients(api) if isinstance(answers, Known) else Unknown(answers.reason),
+        clients=await _clients(api, reader) if isinstance(answers, Known) else Unknown(answers.reason),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
     )
 
@@ -140,12 +148,17 @@ def _to_judge_by(answers: Reading[Answers], file: Reading[Settings]) -> Settings
     return Settings()
 
 
-def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:
+async def _apart(
+    settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None, reader: ForeignReader
+) -> tuple[Path, ...]:
     """Return those of mpsd's directories whose paths lead elsewhere here; all of them, if mpsd is not visible."""
     directories = (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir)
     if socket.listener is not None and socket.listener[0] == 0:
         return directories
-    return tuple(namespaces.hidden(mpsd.pid, directories)) if mpsd is not None else ()
+    if mpsd is None or namespaces.sees_alike(mpsd.pid) != Known(value=False):
+        return ()
+    found = await reader.ask(owner_of(mpsd.pid), foreign_files.hidden, mpsd.pid, [*directories])
+    return tuple(found.value) if isinstance(found, Known) else ()
 
 
 def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...]]) -> ProcessSeen | None:
@@ -197,11 +210,13 @@ def _reports(status: "answer_types.Status") -> Iterator[Finding]:
     yield from (Finding(Verdict.NOTE, note) for note in status["notes"])
 
 
-def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
+async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
         looked = [
-            proc.look(int(pid), lease["id"], gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"]))
+            await proc.look(
+                int(pid), lease["id"], reader, gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"])
+            )
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Final, NamedTuple
@@ -18,6 +18,7 @@ from mpsd.core.admission.users import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings, ReloadResult
+from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Settings
 from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, stored_usage
 from mpsd.daemon.accounting.accountant import Accountant
@@ -50,14 +51,20 @@ from mpsd.system.gpus import driver as drivers
 from mpsd.system.gpus.driver import Driver
 from mpsd.system.gpus.gpu import GpuSource
 from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
+from mpsd.system.host.configuration import look_up_names
 from mpsd.system.host.notify import ServiceManager
 from mpsd.system.mps import control_flags
 from mpsd.system.mps.canary import CanaryProgram
 from mpsd.system.mps.control_pipe import ControlProgram
+from mpsd.system.processes.foreign_reader import ForeignReader
 from mpsd.system.sockets import listeners
 
 _SHUTDOWN: Final = 1.0
 """Seconds that the answers in progress may take when mpsd ends."""
+
+
+_NAMES: Final = 60.0
+"""Seconds between two searches for the unknown users and groups of the configuration."""
 
 
 class StopDaemons(StrEnum):
@@ -97,6 +104,7 @@ class Plan:
     """Called once when the API answers."""
     farewell: Callable[[int, int], None] = lambda _left, _of: None
     """Called at the end, with the number of control daemons that keep running, and of all."""
+    reader: ForeignReader = field(default_factory=ForeignReader)
     manager: ServiceManager = field(default_factory=ServiceManager)
     """The service manager that started this mpsd and receives its notifications."""
 
@@ -109,7 +117,8 @@ async def serve(plan: Plan) -> None:
     # With another umask, a control daemon would open its privileged socket to all users, or close its log to its
     # clients.
     os.umask(0o022)
-    settings, source = plan.settings, plan.source()
+    settings = await look_up_names(plan.settings, UserNames(), plan.reader)
+    plan, source = replace(plan, settings=settings), plan.source()
     try:
         inventory = await source.inventory()
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
@@ -132,6 +141,7 @@ async def serve(plan: Plan) -> None:
             await node.open(inventory)
             await _run(plan, node, stores.events, accountant, log)
     finally:
+        await plan.reader.close()
         source.close()
 
 
@@ -184,6 +194,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
         endings=endings,
         events=stores.events,
         settings=settings,
+        reader=plan.reader,
         log=log,
     )
     control_daemons = ControlDaemons(
@@ -196,6 +207,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
         quarantine=quarantine,
         endings=endings,
         settings=settings,
+        reader=plan.reader,
         log=log,
     )
     return Node(
@@ -207,6 +219,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
         endings=endings,
         run_dir=run_dir,
         settings=settings,
+        reader=plan.reader,
         log=log,
         simulated=plan.simulated,
     )
@@ -226,13 +239,13 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     dispatcher = Dispatcher(ROUTES, Handlers(node, events, accountant, collector, reload), node.settings, log)
     api = Listener(dispatcher.receive, listening, node.settings, log)
     over, at_once, hang_up = _heed_signals()
-    found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
-    log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
+    log.info(EventName.NODE_STARTED, **_facts(plan), simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             endpoint = Endpoint(node, collector, log)
-            running = (node.run(), accountant.run(node, events), notifier.run(), events.run(), endpoint.run())
-            tasks = [group.create_task(each) for each in (*running, _reload_on(hang_up, reload))]
+            parts = (node.run(), accountant.run(node, events), notifier.run(), events.run(), endpoint.run())
+            followers = (_renew_names(node.settings, plan.reader, log), _reload_on(hang_up, reload))
+            tasks = [group.create_task(each) for each in (*parts, *followers)]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
@@ -272,6 +285,11 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
         plan.manager.close()
 
 
+def _facts(plan: Plan) -> dict[str, str]:
+    """Return where the driver is, or the program that stands for it."""
+    return {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
+
+
 def _heed_signals() -> tuple[asyncio.Event, asyncio.Event, asyncio.Event]:
     """Handle signals. Returns the events that are set to end mpsd, to end it at once, and to reload (SIGHUP)."""
     over, at_once, hang_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -302,12 +320,13 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
     Raises ConfigurationError.
     """
     api, path, handed = plan.settings.api, plan.settings.socket, plan.manager.listener
+    gid = plan.settings.names.gids.get(api.group)
     if handed is None:
         stranger = path_safety.stranger_at(path)
         if stranger is not None:
             log.warning(EventName.SOCKET_REPLACED, socket=str(path), uid=stranger)
-        return listeners.publish(path, api.mode, api.group), lambda: listeners.unpublish(path)
-    listeners.check_published(handed, path, api.mode, api.group)
+        return listeners.publish(path, api.mode, gid), lambda: listeners.unpublish(path)
+    listeners.check_published(handed, path, api.mode, api.group, gid)
     return handed, lambda: None
 
 
@@ -318,7 +337,7 @@ async def _reload(
     async with one_at_a_time:
         notifier.reloading()
         try:
-            wanted = plan.reread()
+            wanted = await look_up_names(plan.reread(), node.settings.current.names, plan.reader)
             rundir.check_acl_support(wanted)
             await control_flags.check(plan.program, wanted)
         except ConfigurationError as error:
@@ -340,6 +359,18 @@ async def _reload_on(hang_up: asyncio.Event, reload: Callable[[], Awaitable[Relo
         hang_up.clear()
         with contextlib.suppress(ConfigurationError):
             await reload()
+
+
+async def _renew_names(settings: LiveSettings, reader: ForeignReader, log: Logger) -> None:
+    """Look up names again that the user database did not have, or did not say in time, until cancelled."""
+    while True:
+        await asyncio.sleep(_NAMES)
+        if settings.current.names.unknown:
+            before = settings.current
+            found = await look_up_names(before, before.names, reader)
+            if settings.current is before and found.names != before.names:
+                settings.reload(found)
+                _report_names(found, log)
 
 
 def _report_names(settings: Settings, log: Logger) -> None:

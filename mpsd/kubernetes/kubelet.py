@@ -16,11 +16,12 @@ from mpsd.core.kubernetes.devices import Container
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.model import Known, Unknown
 from mpsd.kubernetes import wire
+from mpsd.kubernetes.pod_reader import PodReader
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.protocol import podresources_pb2 as podresources
 from mpsd.system import clock
 from mpsd.system.files import atomic_file
-from mpsd.system.processes import control_groups, proc
+from mpsd.system.processes import control_groups, foreign_files, proc
 from mpsd.system.processes.control_groups import OpenGroup
 
 VERSION: Final = "v1beta1"
@@ -92,8 +93,6 @@ class Kubelet:
 _EXECUTES: Final = 1.0
 """Seconds within which a container's process has executed the container's program."""
 
-_UNSEEN: Final = Unknown("a process of the pod is not in the pid namespace of mpsd-kubernetes")
-
 
 class User(NamedTuple):
     uid: int
@@ -137,8 +136,12 @@ def is_populated(path: str) -> bool:
         found.close()
 
 
-def user_of_program(pod: str, variable: str, value: str, settings: Settings, held_by: int | None) -> User | None:
+def user_of_program(
+    pod: str, variable: str, value: str, *, settings: Settings, held_by: int | None, reader: PodReader
+) -> User | None:
     """Return the user of the processes of a pod that were started with a variable of this value; None where none was.
+
+    None is the answer, too, for as long as the pod's processes do not let themselves be read.
 
     Raises NotPermittedError where there is none, but a process of another user than `held_by` may be one: which
     variables it has is unknown.
@@ -146,14 +149,19 @@ def user_of_program(pod: str, variable: str, value: str, settings: Settings, hel
     users: list[User] = []
     because = ""
     with group_of(pod, settings) as found:
-        for pid in () if found is None else found.processes():
-            match _UNSEEN if pid == 0 else proc.environment_of(pid, variable.__eq__):
-                case Known(variables) if variables.get(variable) == value:
-                    user = proc.effective_user(pid)
-                    if user is not None:
-                        users.append(User(*user))
-                case Unknown(reason) if not _may_execute(pid) and proc.effective_uid(pid) != held_by:
-                    because = reason
+        pids = [] if found is None else [*found.processes()]
+    if 0 in pids:
+        because = "a process of the pod is not in the pid namespace of mpsd-kubernetes"
+    answer = reader.ask(pod, foreign_files.started_with, [pid for pid in pids if pid], variable, value)
+    if isinstance(answer, Unknown):
+        because = answer.reason
+    for pid, reason in answer.value if isinstance(answer, Known) else ():
+        if not reason:
+            user = proc.effective_user(pid)
+            if user is not None:
+                users.append(User(*user))
+        elif not _may_execute(pid) and proc.effective_uid(pid) != held_by:
+            because = reason
     if users:
         uid = user_of({each.uid for each in users})
         return next(each for each in users if each.uid == uid)

@@ -14,6 +14,7 @@ from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.pod_reader import PodReader
 from mpsd.system import clock
 
 _RETRY: Final = 0.5
@@ -78,18 +79,19 @@ class Program(NamedTuple):
     log: Log
     ended: threading.Event
     """Set when the program ends: all waits then end."""
+    reader: PodReader
 
 
 def program(settings: Settings, log: Log) -> Program:
     ended = threading.Event()
-    return Program(settings, Mpsd(settings, ended), Board(), log, ended)
+    return Program(settings, Mpsd(settings, ended), Board(), log, ended, PodReader())
 
 
 class Part:
     """A part of the program."""
 
     def __init__(self, program: Program) -> None:
-        self._settings, self._mpsd, self._board, self._log, self._ended = program
+        self._settings, self._mpsd, self._board, self._log, self._ended, self._reader = program
 
 
 class GpuFollower(Part):

@@ -82,7 +82,9 @@ class PodLeases(Part, ABC):
         for pod in pods:
             group = kubelet.group_path(pod, self._settings)
             try:
-                user = kubelet.user_of_program(pod, variable, value, self._settings, held_by)
+                user = kubelet.user_of_program(
+                    pod, variable, value, settings=self._settings, held_by=held_by, reader=self._reader
+                )
             except NotPermittedError as error:
                 unknown = error
             else:

@@ -98,7 +98,8 @@ class Mpsd:
         self.cluster.kubectl("label", "node", NODE, LABEL.partition("=")[0] + "-")
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
         self.cluster.kubectl("delete", "pods", f"--namespace={NAMESPACE}", "--all", "--force", "--grace-period=0")
-        self.cluster.kubectl("wait", "--for=delete", f"namespace/{NAMESPACE}", "--timeout=100s")
+        there = ("get", "namespace", NAMESPACE, "--ignore-not-found", "--output=name")
+        self.cluster.wait("the namespace to be gone", lambda: not self.cluster.kubectl(*there))
         self.cluster.run("rm", "-r", "/run/mpsd", "/var/lib/mpsd", "/var/log/mpsd")
 
 

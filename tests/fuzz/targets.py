@@ -4,6 +4,7 @@ Each target feeds a parser, accepts only the error that the parser documents, an
 promises. Hypothesis, the corpus and the coverage-guided fuzzer all use these functions.
 """
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -65,7 +66,8 @@ from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.mps.control_pipe import Conversation
 from mpsd.system.mps.log_file import LogFollower
-from mpsd.system.processes import proc
+from mpsd.system.processes import foreign_files
+from mpsd.system.processes.foreign_reader import ForeignReader
 from mpsd.system.retry import CollisionError
 from tests.fuzz.conversing import conversation
 
@@ -362,7 +364,7 @@ def record(data: bytes) -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
             log = configure(LogFormat.JSON, stream=stream)
             found = DaemonRecord(paths, log)
-            found.find()
+            asyncio.run(found.find(ForeignReader()))
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
             let_in = LetInRecord(paths, list, log)
@@ -430,7 +432,7 @@ def foreign(data: bytes) -> None:
     assert json.loads(to_json({decoded: facts}))
     answer = problem_answer(ForeignDaemonError(f"it is {decoded}", hint=decoded))
     assert json.loads(answer.body)
-    variables = proc.variables_in(b"A=1\0CUDA_" + data + b"\0")
+    variables = foreign_files.variables_in(b"A=1\0CUDA_" + data + b"\0")
     assert all(text(each) == each for pair in variables.items() for each in pair)
     with closing(sqlite3.connect(":memory:")) as store:
         assert store.execute("SELECT ?", (text(data),)).fetchone() == (text(data),)

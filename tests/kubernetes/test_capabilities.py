@@ -21,8 +21,8 @@ UNITS: Final = ("mpsd.service", "mpsd-stop-daemons.service")
 
 READS: Final = """
 import sys
-from mpsd.system.processes import proc
-print(proc.environment_of(int(sys.argv[1]), "LEASE".__eq__))
+from mpsd.system.processes import foreign_files
+print(foreign_files.environment(int(sys.argv[1]), ["LEASE"]))
 """
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,12 +127,16 @@ class TestStranger:
 
 @needs_root
 @pytest.mark.real_daemon(535)
-def test_doctor(make_node: Start) -> None:
+def test_doctor(make_node: Start, short_tmp: Path) -> None:
     """The doctor mentions look-alikes of MPS, and reports no fault for them."""
     node = make_node(simulate=1).start()
-    env = environment(node)
+    env, program = environment(node), short_tmp / CONTROL[0]
+    short_tmp.chmod(0o755)
+    shutil.copyfile(WAITS, program)
+    program.chmod(0o755)
     checks = ("foreign-daemon", "orphans", "other-daemon", "stopped", "look-alikes")
-    with disguised(*CONTROL, env=env) as control, disguised(*SERVER, env=env) as server:
+    run = partial(disguised, env=env, program=str(program))
+    with run(*CONTROL) as control, run(*SERVER) as server:
         os.kill(server.pid, signal.SIGSTOP)
         done = node.mpsctl("doctor", "-o", "json", *(each for check in checks for each in ("--only", check)))
         # Other users of this machine may run their own control daemons beside these tests.

@@ -7,7 +7,7 @@ the family or in the control group of its holder has no part in the lease, and t
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from mpsd.core.model import Client, Lease, Share
+from mpsd.core.model import Client, Lease, Share, Unknown
 from mpsd.core.mps.limits import LIMITS
 from mpsd.core.sanitize import SECRETS
 
@@ -31,6 +31,9 @@ class AttributedClient(NamedTuple):
     client: Client
     lease: Lease | None
     counted: bool
+    may: tuple[Lease, ...] = ()
+    """The leases of one holder to one of which the client belongs, where its environment, which would tell, is unknown.
+    """
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:
@@ -45,13 +48,15 @@ def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: Has
     that a control group around it holds. Only leases of the client's own uid count. Where no lease has room, the
     nearest one is returned uncounted. A descendant of a client counts too: its own parent, the holder, may have exited.
     Of several leases in one circle, the one whose limit variables the client's environment has comes first, and then
-    the oldest one.
+    the oldest one; where its environment is unknown, any of them may be the client's.
     """
     nearest = None
     for circle in circles:
         there = [
             lease for lease in circle if lease.owner.uid == client.uid and share_on(lease, client.daemon) is not None
         ]
+        if len(there) > 1 and isinstance(client.environment, Unknown):
+            return AttributedClient(client, None, counted=False, may=tuple(there))
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
             if client.identity in lease.clients_on(client.gpu) or has_room(lease, client.gpu):
                 return AttributedClient(client, lease, counted=True)

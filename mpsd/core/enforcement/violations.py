@@ -5,7 +5,7 @@ because mpsd cannot see the changes of a process to its environment. Only proven
 exists, and the memory that NVML reports for the processes of a lease. A client that might use more is `unknown`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -356,6 +356,32 @@ def of_memory(
     )
     hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
     return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, hint, servers.get(most))
+
+
+def of_undecided_memory(
+    held: Mapping[ProcessIdentity, GpuProcess],
+    leases: Sequence[Lease],
+    left: int,
+    daemon: str,
+    servers: Mapping[ProcessIdentity, int],
+) -> Iterator[Violation]:
+    """Judge the memory that clients hold together whose lease cannot be known, by what is `left` of all these leases.
+
+    To one of them each client belongs, so if they hold more, each of them is a part of a violation.
+    """
+    known = {identity: each.memory.value for identity, each in held.items() if isinstance(each.memory, Known)}
+    whole = sum(known.values())
+    if whole <= left:
+        return
+    much, may = format_alike(whole, left)
+    pids = " and ".join(holders.processes_said(sorted(each.pid for each in known)).split(" and "))
+    of = f"of lease {' and '.join(each.id for each in leases)}, to which they may belong," if leases else "of leases"
+    because = (
+        f"{pids} on {daemon}, whose environments mpsd cannot read, hold {much} of memory together, and {may} are left"
+        f" {of} there"
+    )
+    for each in known:
+        yield Violation(ViolationKind.MEMORY, each, None, daemon, because, RUN, servers.get(each))
 
 
 def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from mpsd.core.capabilities import Capability
 from mpsd.core.errors import MpsdError
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Daemon
+from mpsd.core.model import Daemon, Known
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Proof
@@ -28,9 +28,9 @@ from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.system import clock
 from mpsd.system.mps.canary import BEGINS, CanaryProgram
 from mpsd.system.mps.control_pipe import ControlProgram
-from mpsd.system.processes import capabilities, proc, process
+from mpsd.system.processes import capabilities, foreign_files, proc, process
+from mpsd.system.processes.foreign_reader import USER_DATABASE, ForeignReader
 from mpsd.system.processes.process import Process
-from mpsd.system.sockets import credentials
 
 _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 
@@ -53,12 +53,18 @@ class Canaries:
     """The canaries of a node; each control daemon has at most one at a time."""
 
     def __init__(
-        self, program: CanaryProgram, control: ControlProgram, ceilings: Ceilings, pipe_access: NodePipeAccess
+        self,
+        program: CanaryProgram,
+        control: ControlProgram,
+        ceilings: Ceilings,
+        pipe_access: NodePipeAccess,
+        reader: ForeignReader,
     ) -> None:
         self._program = program
         self._control = control
         self._ceilings = ceilings
         self._pipe_access = pipe_access
+        self._reader = reader
 
     async def send(self, supervisor: Supervisor, seconds: float, *, by_command: bool) -> CanaryEnd:
         """Send one, and return its result, at the latest this many seconds after it began to initialise CUDA.
@@ -96,7 +102,9 @@ class Canaries:
     async def _send_as(self, uid: int, supervisor: Supervisor, seconds: float) -> CanaryEnd:
         if uid == os.geteuid():  # this uid always has pipe access
             return await self._send(supervisor, uid, (), seconds)
-        become = f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}"
+        groups = await self._reader.ask(USER_DATABASE, foreign_files.groups_of, uid)
+        # Where the user database does not have the user, or does not answer, any group will do.
+        become = f"{uid}:{groups.value[0] if isinstance(groups, Known) and groups.value else uid}"
         with self._pipe_access.opened_for_canary(supervisor.name, supervisor.gpu.uuid) as group:
             return await self._send(supervisor, uid, ("--as", f"{become}:{group}"), seconds)
 

@@ -24,7 +24,7 @@ import msgspec
 from mpsd.core import capabilities
 from mpsd.core.errors import ControlError, ControlUnreachableError, ForeignDaemonError
 from mpsd.core.events import EventName
-from mpsd.core.model import DaemonProcess, Gpu, Known, ProcessIdentity
+from mpsd.core.model import DaemonProcess, Gpu, Known, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
 from mpsd.core.settings import ControlDaemon, Settings, Users
@@ -38,8 +38,9 @@ from mpsd.system.files import rundir
 from mpsd.system.files.rundir import DaemonPaths
 from mpsd.system.mps import log_file
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram, variables
-from mpsd.system.processes import descriptors, proc, process, process_table
-from mpsd.system.processes.proc import ProcessDetails
+from mpsd.system.processes import descriptors, foreign_files, proc, process, process_table
+from mpsd.system.processes.foreign_files import ProcessDetails
+from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 from mpsd.system.processes.process import Process
 from mpsd.system.sockets import sock_diag
 
@@ -72,8 +73,10 @@ _UNUSED: Final = 1
 class Instance:
     """The process of one control daemon, while there is one."""
 
-    def __init__(self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess, log: Logger) -> None:
-        self._gpu = gpu
+    def __init__(
+        self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess, reader: ForeignReader, log: Logger
+    ) -> None:
+        self._gpu, self._reader = gpu, reader
         self._program = program
         self._pipe_access = pipe_access
         self._paths = pipe_access.paths
@@ -122,7 +125,7 @@ class Instance:
         Raises ForeignDaemonError when a foreign daemon has the pipe directory, and OSError.
         """
         environment = self._environment()
-        found = await asyncio.to_thread(_find, self._paths, self._program, environment, self._record)
+        found = await self._find(cuda_variables(environment))
         if found is not None:
             self._record.note(found, environment)
         self._searched = False
@@ -132,6 +135,25 @@ class Instance:
             self._pipe_access.adopted(found)
             self._watch(adopted, found, fresh=False)
         return left
+
+    async def _find(self, wanted: Mapping[str, str]) -> DaemonProcess | None:
+        """Return mpsd's control daemon on the pipe directory, if it runs. It changes nothing.
+
+        `wanted` is the CUDA_* environment that the daemon has to have. Whether it serves many users follows from the
+        configuration at its start. Raises ForeignDaemonError for a daemon of root's or of mpsd's uid that mpsd did not
+        start with its present configuration: mpsd would fight it for the directory, and lose.
+        """
+        # 1. The record names the process for certain. It lacks a daemon only where it could not be written, or was
+        #    lost.
+        # 2. Without a record, the processes that listen on the socket count, by uid, program, arguments and
+        #    environment.
+        # 3. A daemon that was started in another CUDA_* environment counts as foreign, whoever started it.
+        daemon = await self._record.find(self._reader)
+        if daemon is None:
+            return await _unrecorded(self._paths, self._program, wanted, self._reader)
+        if self._record.variables != wanted:
+            raise _foreign(self._paths, self._program, daemon.identity.pid, os.getuid(), daemon.executable)
+        return daemon
 
     async def search_orphans(self) -> tuple[ProcessIdentity, ...]:
         """Search for servers that a dead daemon left, once after a death: it may have started one in its last second.
@@ -370,15 +392,15 @@ class DaemonRecord:
             dead.append(last)
         return dead[-_MOST_LEADERS:]
 
-    def find(self) -> DaemonProcess | None:
-        """Return the recorded control daemon, if it runs."""
+    async def find(self, reader: ForeignReader) -> DaemonProcess | None:
+        """Return the recorded control daemon, if it runs. Raises OSError when no descriptor is free."""
         start = self._file.start
         if start is None:
             return None
         identity = start.process
         if identity is None and start.token:
             # The mpsd that started it was killed before it could record the process.
-            identity = process_table.leader_with(_START, start.token)
+            identity = await _leader_with(_START, start.token, reader)
         if identity is None or not proc.lives(identity):
             return None
         return DaemonProcess(identity, start.executable, self._pipe_directory, start.started, start.many_users)
@@ -394,25 +416,11 @@ def cuda_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith("CUDA_")}
 
 
-def _find(
-    paths: DaemonPaths, program: ControlProgram, environment: Mapping[str, str], record: DaemonRecord
-) -> DaemonProcess | None:
-    """Return mpsd's control daemon on a pipe directory, if it runs. It changes nothing.
-
-    Whether the daemon serves many users follows from the configuration at its start. Raises ForeignDaemonError for a
-    daemon of root's or of mpsd's uid that mpsd did not start with its present configuration: mpsd would fight it for
-    the directory, and lose.
-    """
-    # 1. The record names the process for certain. It lacks a daemon only where it could not be written, or was lost.
-    # 2. Without a record, the processes that listen on the socket count, by uid, program, arguments and environment.
-    # 3. A daemon that was started in another CUDA_* environment counts as foreign, whoever started it.
-    wanted = cuda_variables(environment)
-    daemon = record.find()
-    if daemon is None:
-        daemon = _unrecorded(paths, program, wanted)
-    elif record.variables != wanted:
-        raise _foreign(paths, program, daemon.identity.pid, os.getuid(), daemon.executable)
-    return daemon
+async def _leader_with(variable: str, value: str, reader: ForeignReader) -> ProcessIdentity | None:
+    """Return the session leader of mpsd's own uid that was started with this variable, as far as that can be read."""
+    pids = await asyncio.to_thread(process_table.session_leaders)
+    answers = await reader.ask_each(pids, foreign_files.leader_with, variable, value)
+    return next((each.value for _, each in answers if isinstance(each, Known) and each.value), None)
 
 
 def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozenset[ProcessIdentity]]:
@@ -425,16 +433,27 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
     return tuple(found), frozenset(leaders).difference(found.values())
 
 
-def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
+async def _unrecorded(
+    paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str], reader: ForeignReader
+) -> DaemonProcess | None:
     """Return mpsd's own control daemon without a record; None where no trusted process uses the pipe directory."""
-    pids = [pid for pid in _listeners(paths) if proc.is_trusted(proc.real_uid(pid))]
-    try:
-        trusted = [each for each in map(proc.details, pids) if each is not None]
-    except PermissionError as error:
-        raise _unseen(paths, f"{error.filename}: {error.strerror}") from error
-    for each in trusted:
-        if not _ours(each, program, wanted):
-            raise _foreign(paths, program, each.identity.pid, each.uid, each.executable)
+    pids = await asyncio.to_thread(_listeners, paths)
+    trusted = list[ProcessDetails]()
+    for pid in pids:
+        if not proc.is_trusted(proc.real_uid(pid)):
+            continue
+        try:
+            each = await reader.ask(owner_of(pid), foreign_files.details, pid, Path(program.argv[0]))
+        except PermissionError as error:
+            raise _unseen(paths, f"{error.filename}: {error.strerror}") from error
+        if isinstance(each, Unknown):
+            raise _unseen(paths, f"process {pid} cannot be inspected: {each.reason}")
+        if each.value is not None:
+            trusted.append(each.value)
+    for found in trusted:
+        is_known = daemon_flags.users_of(found.arguments) is not None
+        if not (is_known and found.runs and found.variables == wanted):
+            raise _foreign(paths, program, found.identity.pid, found.uid, found.executable)
     if not trusted:
         return None
     ours = trusted[0]
@@ -471,11 +490,6 @@ def _unseen(paths: DaemonPaths, because: str) -> ForeignDaemonError:
         hint="run mpsd in the host's pid namespace with the capabilities of its unit or manifest; or end that process,"
         f" then: mpsctl reset {paths.pipe_directory.name}",
     )
-
-
-def _ours(each: ProcessDetails, program: ControlProgram, wanted: Mapping[str, str]) -> bool:
-    known = daemon_flags.users_of(each.arguments) is not None
-    return known and proc.runs(each.identity.pid, Path(program.argv[0])) and each.variables == Known(wanted)
 
 
 def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, executable: str) -> ForeignDaemonError:

@@ -35,6 +35,7 @@ from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram
 from mpsd.system.processes import proc, process
+from mpsd.system.processes.foreign_reader import ForeignReader
 from mpsd.system.processes.process import Process
 
 _CALM: Final = 2.0
@@ -67,6 +68,7 @@ class Supervisor:
         quarantine: Quarantine,
         settings: LiveSettings,
         usage: Callable[[], Awaitable[Reading[GpuUsage]]],
+        reader: ForeignReader,
         log: Logger,
     ) -> None:
         """Take the parts; `usage` reads the GPU."""
@@ -81,7 +83,7 @@ class Supervisor:
         self._lifecycle = Lifecycle(self._log)
         self._death_tally = DeathTally(paths.death_tally, pipe_access.let_in, quarantine, self._log)
         self.questions = Questions()
-        self._instance = Instance(gpu, program, pipe_access, self._log)
+        self._instance = Instance(gpu, program, pipe_access, reader, self._log)
         self._control_log = ControlLog(paths, daemon.log_size, self._log, self._bounded, pipe_access.let_in)
         deadline, key = daemon.answer_deadline, self._control_log.key
         self.pipe = ControlPipe(program, paths.pipe_directory, paths.log_directory, deadline=deadline, key=key)

@@ -121,6 +121,11 @@ class Clients:
         )
         return next((lease for lease in near if attribution.share_on(lease, client.daemon) is not None), None)
 
+    def may_belong_to(self, client: AttributedClient) -> tuple[Lease, ...]:
+        """Return the leases that a client may belong to whose environment is unknown: its holder's, else its user's."""
+        own = (each for each in self._ledger.leases.values() if each.owner.uid == client.client.uid)
+        return client.may or tuple(each for each in own if attribution.share_on(each, client.client.daemon) is not None)
+
     def _named(self, client: Client) -> Lease | None:
         """Return the lease that the environment of a client names, of whatever user."""
         return self._ledger.leases.get(client.variable(LEASE))
@@ -129,6 +134,7 @@ class Clients:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""
         # 1. A client stays with its lease: the parent by which it was found may be gone by now.
         # 2. Its family, and the groups that hold leases, come first: the kernel says so, and no process can forge that.
+        #    A holder with several leases leaves it open to which of them a client belongs that hides its environment.
         # 3. A lease whose processes share its control group comes next, if it is the only one of the user there.
         # 4. The token comes last, since a process sets its own environment. It also finds room where the nearest lease
         #    has none.
@@ -138,6 +144,8 @@ class Clients:
             return AttributedClient(client, own, counted=True), client.identity not in own.bearers
         has_room = self._ledger.has_room
         found = attribution.by_circles(client, self._circles(client.identity.pid), has_room)
+        if found.may:
+            return found, False
         if found.lease is None:
             cgroup = proc.cgroup(client.identity.pid)
             found = attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon), has_room)

@@ -3,30 +3,29 @@
 `ray start`, `tmux -d` and every program that forks twice leave processes that belong to no family, and that may
 become clients of MPS minutes later. When the last process of a lease is gone, mpsd therefore looks for processes of its
 owner's real uid that were started with its token; the lease is tied to them, and ends with them. mpsd looks for them at
-no other time, once for all leases that need it at one moment, and beside the loop, because a user may have thousands of
-processes.
+no other time, and once for all leases of a user that need it at one moment. The reads are abandoned when they take too
+long, because a user may have thousands of processes, and may delay who reads them.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement.attribution import TOKEN
-from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Known, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
-from mpsd.system.processes import process_table
+from mpsd.system.processes import foreign_files
+from mpsd.system.processes.foreign_files import Carriers
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 _MOST_WATCHED: Final = 8
 """The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks
 again."""
-
-Carriers: TypeAlias = Mapping[str, Sequence[ProcessIdentity]]
-"""By token, the processes that were started with it, the oldest first."""
 
 
 class Keepers:
@@ -39,6 +38,8 @@ class Keepers:
         holder_watch: HolderWatch,
         clients: Clients,
         changed_users: ChangedUsers,
+        *,
+        reader: ForeignReader,
     ) -> None:
         self.gone = Signal[Lease, str]()
         """With a reason: the last known process or group of this lease is gone."""
@@ -49,6 +50,7 @@ class Keepers:
         self._watch = holder_watch
         self._clients = clients
         self._changed_users = changed_users
+        self._reader = reader
         self._alone: dict[str, str] = {}
         """The leases without a living process, each with the reason why it ends if no process carries its token."""
         self._wanted = asyncio.Event()
@@ -126,43 +128,55 @@ class Keepers:
 
     async def run(self) -> None:
         """Look for carriers of tokens when needed, until cancelled; the next mpsd does the rest."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            alone, self._alone = self._alone, {}
-            leases = [lease for each in alone if (lease := self._ledger.leases.get(each)) is not None]
-            unseen = ""
-            carriers: Carriers = {}
-            unread = dict[int, int]()
-            """By uid, the last of its processes that mpsd may not read; it counts as one without a token."""
-            try:
-                carriers = await asyncio.to_thread(
-                    process_table.started_with, TOKEN, _owners(leases), unread.__setitem__
-                )
-            except OSError as error:
-                unseen = _unseen(error)
-            for lease in leases:
-                # Changes since then count: the lease may have been released, or a carrier may have become its client.
-                there = self._ledger.leases.get(lease.id)
-                if there is None or self._watch.keeps(there):
-                    continue
-                because, uid = alone[lease.id] + unseen, lease.owner.uid
-                try:
-                    is_tied = self._tie(there, carriers)
-                except OSError as error:
-                    is_tied, because = False, alone[lease.id] + _unseen(error)
-                if not is_tied:
-                    # Not for root: the first process of a container, as of mpsd's own, may be closed to root itself.
-                    if uid != 0 and uid in unread:
-                        because += f"; mpsd may not read whether process {unread[uid]} carries its token"
-                    self.unborne.send(lease.id, because)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._wanted.wait()
+                self._wanted.clear()
+                alone, self._alone = self._alone, {}
+                by_uid = dict[int, dict[str, str]]()
+                for lease_id, because in alone.items():
+                    if (lease := self._ledger.leases.get(lease_id)) is not None:
+                        by_uid.setdefault(lease.owner.uid, {})[lease_id] = because
+                for uid, leases in by_uid.items():
+                    group.create_task(self._look(uid, leases))
 
-    def _tie(self, lease: Lease, carriers: Carriers) -> bool:
+    async def _look(self, uid: int, alone: Mapping[str, str]) -> None:
+        """Look for the carriers of a user's leases, each with the reason why it ends if there is none.
+
+        Only the user's own processes are read, and nobody else's leases wait for that.
+        """
+        tokens = [self._ledger.leases[each].token for each in alone]
+        unseen, found = "", Carriers()
+        try:
+            answer = await self._reader.ask(f"uid {uid}", foreign_files.carriers, uid, TOKEN, tokens)
+            if isinstance(answer, Known):
+                found = answer.value
+            else:
+                unseen = _unseen(answer.reason)
+        except OSError as error:
+            unseen = _unseen(error.strerror)
+        for lease_id, why in alone.items():
+            # Changes since then count: the lease may have been released, or a carrier may have become its client.
+            there = self._ledger.leases.get(lease_id)
+            if there is None or self._watch.keeps(there):
+                continue
+            because = why + unseen
+            try:
+                is_tied = self._tie(there, found.by_token.get(there.token, ()))
+            except OSError as error:
+                is_tied, because = False, why + _unseen(error.strerror)
+            if not is_tied:
+                # Not for root: the first process of a container, as of mpsd's own, may be closed to root itself.
+                if uid != 0 and found.unread is not None:
+                    because += f"; mpsd may not read whether process {found.unread} carries its token"
+                self.unborne.send(lease_id, because)
+
+    def _tie(self, lease: Lease, carriers: Sequence[ProcessIdentity]) -> bool:
         """Tie a lease to the processes that carry its token, and tell whether any of them lives.
 
         Raises OSError where none of them could be watched.
         """
-        for each in carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ():
+        for each in carriers[:_MOST_WATCHED]:
             try:
                 self._watch.processes.watch_identity(lease.id, each)
             except OSError:
@@ -175,20 +189,15 @@ class Keepers:
 
     # -- the leases of an earlier mpsd --------------------------------------------------------------------------------
 
-    def carriers(self, leases: Iterable[Lease]) -> Carriers:
-        """Return the carriers of the tokens of an earlier mpsd's leases that nothing else keeps alive."""
-        wanted = _owners(lease for lease in leases if lease.token and not self._watch.keeps(lease))
-        return process_table.started_with(TOKEN, wanted) if wanted else {}
-
-    def take_up(self, lease: Lease, carriers: Carriers) -> str:
-        """Remove the gone holders of an earlier mpsd's lease; return why nothing keeps it alive, or an empty text."""
-        if not self._watch.keeps(lease) and not self._tie(lease, carriers):
+    def take_up(self, lease: Lease) -> None:
+        """Remove the gone holders of an earlier mpsd's lease; the end of all of them counts as if it came now."""
+        if not self._watch.keeps(lease):
             died = "died" if _are_processes(lease) else "ended"
-            return f"{holders.all_said(lease)}, {died} while mpsd was not running"
+            self.gone.send(lease, f"{holders.all_said(lease)}, {died} while mpsd was not running")
+            return
         for holder in lease.holders:
             if not self._watch.lives(lease.id, holder):
                 self._drop(lease.id, holder)
-        return ""
 
 
 def _are_processes(lease: Lease) -> bool:
@@ -196,11 +205,6 @@ def _are_processes(lease: Lease) -> bool:
     return all(isinstance(each, HoldingProcess) for each in lease.holders)
 
 
-def _unseen(error: OSError) -> str:
-    """Say why carriers of a token are unknown, as without descriptors: the lease ends as if no process carried it."""
-    return f"; whether others carry its token could not be read: {error.strerror}"
-
-
-def _owners(leases: Iterable[Lease]) -> dict[str, int]:
-    """Return, by token, the only uid whose processes count."""
-    return {lease.token: lease.owner.uid for lease in leases}
+def _unseen(because: str | None) -> str:
+    """Say why carriers of a token are unknown: the lease ends as if no process carried it."""
+    return f"; whether others carry its token could not be read: {because}"

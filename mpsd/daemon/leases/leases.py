@@ -32,13 +32,14 @@ from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
-from mpsd.daemon.leases.keepers import Carriers, Keepers
+from mpsd.daemon.leases.keepers import Keepers
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.processes.descriptors import Purpose
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 _MOST_ENDED: Final = 256
 """Ended leases that can still be queried."""
@@ -101,6 +102,7 @@ class Leases:
         endings: Endings,
         events: Events,
         settings: LiveSettings,
+        reader: ForeignReader,
         log: Logger,
     ) -> None:
         self.left_behind = Signal[Lease]()
@@ -115,7 +117,9 @@ class Leases:
         self.holder_watch = HolderWatch()
         self.clients = Clients(ledger, self.holder_watch, self.group_commit, ceilings)
         self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit, log)
-        self._keepers = Keepers(ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users)
+        self._keepers = Keepers(
+            ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users, reader=reader
+        )
         self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
         self.request_ids = RequestIds(ledger.find)
         self._pending: dict[str, _PendingRequest] = {}
@@ -188,7 +192,7 @@ class Leases:
         self.group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
         enter = partial(self._enter, now=now)
         entered = [each for each in found.leases if self.completeness.attempt(each, enter, self._set_aside)]
-        take_up = partial(self._take_up, now=now, carriers=self._keepers.carriers(entered))
+        take_up = partial(self._take_up, now=now)
         for lease in entered:
             self.completeness.attempt(lease, take_up, self._set_aside)
         self.holder_watch.poll()
@@ -208,10 +212,11 @@ class Leases:
         self._pending.pop(lease.id, None)
         return self._store.set_aside(lease.id)
 
-    def _take_up(self, lease: Lease, now: float, carriers: Carriers) -> None:
-        if because := self._keepers.take_up(lease, carriers):
-            self._end(lease.id, because)
-        elif lease.state is not LeaseState.WAITING:
+    def _take_up(self, lease: Lease, now: float) -> None:
+        self._keepers.take_up(lease)
+        if self.ledger.find(lease.id) is None:
+            return  # it waited, and nobody waits for it any more
+        if lease.state is not LeaseState.WAITING:
             if lease.claim is None:
                 self.ceilings.note(lease)
             self.clients.drop_dead_clients(lease)

@@ -12,7 +12,7 @@ from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.errors import DaemonNotReadyError, NotPermittedError, QuotaError
 from mpsd.core.events import EventName
-from mpsd.core.model import Claim, Known, Lease, LeaseRequest, Unknown
+from mpsd.core.model import Claim, Known, Lease, LeaseRequest, Reading, Unknown
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota
@@ -22,7 +22,8 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.system.files import rundir
 from mpsd.system.host import host_environment
-from mpsd.system.processes import capabilities, namespaces
+from mpsd.system.processes import capabilities, foreign_files
+from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 from mpsd.system.processes.process import Process
 
 
@@ -37,12 +38,13 @@ class AdmissionChecks:
         *,
         daemons: Path,
         settings: LiveSettings,
+        reader: ForeignReader,
         log: Logger,
     ) -> None:
         """Take the parts; `daemons` is the directory of the control sockets."""
         self._ledger, self._gpus, self._quarantine = ledger, gpus, quarantine
         self._daemons = daemons
-        self._settings, self._log = settings, log
+        self._settings, self._reader, self._log = settings, reader, log
 
     def check_request(
         self,
@@ -51,6 +53,8 @@ class AdmissionChecks:
         user: UserIdentity,
         ttl: float | None,
         offers: Sequence[Offer],
+        *,
+        elsewhere: Reading[list[Path]],
     ) -> tuple[LeaseRequest, float | None]:
         """Return a request with the GPUs that its user may have and its holder can use, and its time to live.
 
@@ -68,10 +72,17 @@ class AdmissionChecks:
             ttl = users.time_to_live(limits_of, ttl)
             request = self._within_quota(limits_of, request, user.uid)
         self._check_reach(user.uid)
-        return self._visible(request, named, offers), ttl
+        return self._visible(request, named, offers, elsewhere), ttl
 
     def check_taker(
-        self, lease: Lease, claim: Claim, named: NamedHolder, user: UserIdentity, offers: Sequence[Offer]
+        self,
+        lease: Lease,
+        claim: Claim,
+        named: NamedHolder,
+        user: UserIdentity,
+        *,
+        offers: Sequence[Offer],
+        elsewhere: Reading[list[Path]],
     ) -> None:
         """Refuse a holder of a user that could not have requested the lease of a claim.
 
@@ -87,7 +98,7 @@ class AdmissionChecks:
         self._quarantine.check(uid, _origin(named))
         self._check_reach(uid)
         for share in lease.shares:
-            self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers)
+            self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers, elsewhere)
         if lease.owner.uid == uid:
             return  # the lease has counted against the quota since the claim was made
         limits_of = users.quota_of(user, self._settings.current)
@@ -138,43 +149,63 @@ class AdmissionChecks:
                 hint=f"ask an administrator to run: chmod o+x {closed}",
             )
 
-    def _visible(self, request: LeaseRequest, named: NamedHolder | Claim, offers: Sequence[Offer]) -> LeaseRequest:
+    async def elsewhere(self, named: NamedHolder | Claim, offers: Sequence[Offer]) -> Reading[list[Path]]:
+        """Return the paths of those that MPS needs that lead a holder elsewhere than mpsd; unknown with the reason.
+
+        It is asked before anything is decided, since the holder may make that take long.
+        """
+        # Same root and mount namespace: every path is the same for the holder. This is the usual case.
+        if isinstance(named, Claim) or not isinstance(named.watched, Process):
+            return Known([])
+        alike, pid = named.watched.sees_alike(), named.watched.pid
+        if isinstance(alike, Unknown):
+            return alike
+        if alike.value:
+            return Known([])
+        places = [*(Path(offer.pipe_directory) for offer in offers), host_environment.SHARED_MEMORY]
+        return await self._reader.ask(owner_of(pid), foreign_files.hidden, pid, places)
+
+    def _visible(
+        self,
+        request: LeaseRequest,
+        named: NamedHolder | Claim,
+        offers: Sequence[Offer],
+        elsewhere: Reading[list[Path]],
+    ) -> LeaseRequest:
         """Restrict a request to the GPUs whose pipe directory its holder sees. Raises NotPermittedError."""
         if isinstance(named, Claim) or not isinstance(named.watched, Process):
             return request
-        return _narrowed(request, named.watched, offers, self._log)
+        return _narrowed(request, named.watched, offers, elsewhere, self._log)
 
 
 def _origin(named: NamedHolder | Claim) -> str:
     return holders.origin(named.holder) if isinstance(named, NamedHolder) else ""
 
 
-def _narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
+def _narrowed(
+    request: LeaseRequest, holder: Process, offers: Sequence[Offer], elsewhere: Reading[list[Path]], log: Logger
+) -> LeaseRequest:
     """Restrict a request to the offered GPUs whose pipe directory its holder sees at the same path.
 
     A program that does not find the directory there runs outside MPS, without limits. Raises NotPermittedError where no
     GPU is left. A holder whose /dev/shm differs from that of the servers is logged: CUDA may not reach its server then
     (error 805). A holder of which this is unknown gets the lease, and is logged.
     """
-    # 1. Same root and mount namespace: every path is the same for the holder. This is the usual case.
-    # 2. Unknown: no reason to refuse, and its log line names what mpsd lacks. A holder that is gone needs no line.
-    # 3. Another file system at a pipe directory: that GPU is not offered, and without any left the request is refused.
-    # 4. Another /dev/shm: servers of drivers before 580 need a shared one, so this alone refuses nothing.
-    alike, pid = holder.sees_alike(), holder.pid
-    if alike == Known(value=True):
-        return request
-    if isinstance(alike, Unknown):
+    # 1. Unknown: no reason to refuse, and its log line names what mpsd lacks. A holder that is gone needs no line.
+    # 2. Another file system at a pipe directory: that GPU is not offered, and without any left the request is refused.
+    # 3. Another /dev/shm: servers of drivers before 580 need a shared one, so this alone refuses nothing.
+    pid = holder.pid
+    if isinstance(elsewhere, Unknown):
         if not holder.is_gone():
             log.warning(
                 EventName.MOUNTS_UNKNOWN,
                 pid=pid,
-                because=f"whether process {pid} sees the pipe directory of its lease is unknown: {alike.reason}",
+                because=f"whether process {pid} sees the pipe directory of its lease is unknown: {elsewhere.reason}",
                 hint="an mpsd of root with CAP_SYS_PTRACE can read it; to see whether the program is under MPS:"
                 " mpsctl verify",
             )
         return request
-    directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
-    hidden = namespaces.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
+    hidden, directories = elsewhere.value, {offer.gpu: Path(offer.pipe_directory) for offer in offers}
     invisible = {gpu for gpu, path in directories.items() if path in hidden}
     if invisible:
         wanted = directories if request.gpu == "any" else {request.gpu}

@@ -25,6 +25,7 @@ from mpsd.daemon.record.log import Logger
 from mpsd.system.mps import control_flags
 from mpsd.system.mps.canary import CanaryProgram
 from mpsd.system.mps.control_pipe import ControlProgram
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 
 class ControlDaemons:
@@ -42,6 +43,7 @@ class ControlDaemons:
         quarantine: Quarantine,
         endings: Endings,
         settings: LiveSettings,
+        reader: ForeignReader,
         log: Logger,
     ) -> None:
         """Take the parts; `knows_many_users` tells whether the program is known already to serve several users."""
@@ -52,8 +54,8 @@ class ControlDaemons:
         self._program = program
         self._gpus, self._leases, self._endings = gpus, leases, endings
         self._pipe_access, self._quarantine = pipe_access, quarantine
-        self._settings, self._log = settings, log
-        self.watches = ServerWatches(Canaries(canary, program, leases.ceilings, pipe_access), settings, log)
+        self._settings, self._reader, self._log = settings, reader, log
+        self.watches = ServerWatches(Canaries(canary, program, leases.ceilings, pipe_access, reader), settings, log)
         self._supervisors: dict[str, Supervisor] = {}
         self._touched = asyncio.Event()
         """Set, and replaced, at each change."""
@@ -83,6 +85,7 @@ class ControlDaemons:
                     quarantine=self._quarantine,
                     settings=self._settings,
                     usage=partial(self._gpus.read_usage, gpu.uuid),
+                    reader=self._reader,
                     log=self._log,
                 )
                 supervisor.changed.connect(self._note_change)

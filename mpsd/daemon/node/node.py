@@ -35,6 +35,7 @@ from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMoni
 from mpsd.system import clock
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 
 class Node:
@@ -51,6 +52,7 @@ class Node:
         endings: Endings,
         run_dir: RunDir,
         settings: LiveSettings,
+        reader: ForeignReader,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -75,10 +77,10 @@ class Node:
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.violation_monitor = ViolationMonitor(
-            leases, endings, settings=settings, quarantine=quarantine, client_record=record, log=log
+            leases, endings, settings=settings, quarantine=quarantine, client_record=record, reader=reader, log=log
         )
         self._checks = AdmissionChecks(
-            leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, log=log
+            leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, reader=reader, log=log
         )
         gpus.changed.connect(self._note_change)
         gpus.was_read.connect(self._inspect_reading)
@@ -89,6 +91,7 @@ class Node:
         leases.changed_users.noticed.connect(gpus.read_soon)
         leases.ceilings.stale.connect(gpus.read_soon)
         self.violation_monitor.stale.connect(gpus.read_soon)
+        self.violation_monitor.environments.arrived.connect(self._note_change)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class Node:
                 await self.gpus.run()
             finally:
                 self._endings.close()
+                self.violation_monitor.environments.close()
 
     def _inspect_reading(self) -> None:
         """Process a reading of the GPUs."""
@@ -189,6 +193,8 @@ class Node:
                 await self.gpus.read()
                 self.inspect(read=True)
                 self._refreshed = began
+        if await self.violation_monitor.environments.finish(lease.owner.uid):
+            self.inspect(read=True)
         return late
 
     def _note_change(self) -> None:
@@ -265,10 +271,12 @@ class Node:
 
         Raises what `Leases.admit` and `AdmissionChecks.check_request` do, RequestIdReusedError, and StoppingError.
         """
-        # 1. An mpsd that stops grants nothing, not even by repetition.
-        # 2. A repeated request gets the lease of the first one, whatever would refuse it now.
-        # 3. The ledger learns the present offers, by which all later steps judge.
-        # 4. The holder must be one that may have the lease, and can use it, before anything is granted.
+        # 1. What the holder can make take long is asked before anything is decided.
+        # 2. An mpsd that stops grants nothing, not even by repetition.
+        # 3. A repeated request gets the lease of the first one, whatever would refuse it now.
+        # 4. The ledger learns the present offers, by which all later steps judge.
+        # 5. The holder must be one that may have the lease, and can use it, before anything is granted.
+        elsewhere = await self._checks.elsewhere(named, self.offers())
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again
         try:
@@ -276,7 +284,7 @@ class Node:
             if earlier is None:
                 offers = self.offers()
                 self.leases.offer(offers, self.unleased.charged)
-                request, ttl = self._checks.check_request(request, named, user, ttl, offers)
+                request, ttl = self._checks.check_request(request, named, user, ttl, offers, elsewhere=elsewhere)
         except MpsdError as refusal:
             self.leases.group_commit.log_refusal(owner, refusal)
             raise
@@ -298,12 +306,13 @@ class Node:
         A holder that has taken it already gets the lease again. Raises what `Claims.take` and
         `AdmissionChecks.check_taker` do.
         """
+        elsewhere = await self._checks.elsewhere(named, self.offers())
         try:
             lease = self.leases.claims.granted(lease_id)
             ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)
             if lease.claim is None:
                 return await self.leases.claims.taken(lease, named.holder)
-            self._checks.check_taker(lease, lease.claim, named, user, self.offers())
+            self._checks.check_taker(lease, lease.claim, named, user, offers=self.offers(), elsewhere=elsewhere)
             return await self.leases.claims.take(lease, named, owner, ttl)
         except MpsdError as refusal:
             self.leases.group_commit.log_refusal(owner, refusal)

@@ -79,7 +79,7 @@ class UnleasedClients:
     ) -> Iterator[tuple[str, int | None, Amount]]:
         """Yield what each client without a lease counts as, with its GPU and its uid."""
         listed = set[ClientKey]()
-        for client, lease, counted in attached:
+        for client, lease, counted, _ in attached:
             key = client.daemon, client.identity
             listed.add(key)
             if (lease is None or not counted) and proc.lives(client.identity):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
-from mpsd.core.enforcement.attribution import LEASE, TOKEN, AttributedClient, share_on
+from mpsd.core.enforcement.attribution import AttributedClient, share_on
 from mpsd.core.enforcement.ceiling import continued
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.server_health import FAULT
@@ -47,8 +47,10 @@ from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
+from mpsd.daemon.violations.environments import Environments
 from mpsd.system import clock
 from mpsd.system.processes import proc
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 # -- the facts about clients that nothing reports later, on disk -------------------------------------------------------
 
@@ -162,9 +164,6 @@ def _known(row: _Row) -> KnownClient:
 
 # -- the monitor -------------------------------------------------------------------------------------------------------
 
-_VARIABLES: Final = frozenset({*violations.VARIABLES, LEASE, TOKEN})
-"""The variables that are read from a client's environment."""
-
 
 class ViolationMonitor:
     """The known processes on the node's GPUs, and the violations among them."""
@@ -177,6 +176,7 @@ class ViolationMonitor:
         settings: LiveSettings,
         quarantine: Quarantine,
         client_record: ClientRecord,
+        reader: ForeignReader,
         log: Logger,
     ) -> None:
         self.stale = Signal[()]()
@@ -188,6 +188,7 @@ class ViolationMonitor:
         self._log = log
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
+        self.environments = Environments(reader)
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs; each reading is a new object."""
@@ -195,6 +196,8 @@ class ViolationMonitor:
         """By lease and GPU, what its processes held there at that reading; it omits leases that held nothing.
 
         Each attribution of a reading is a new object, too."""
+        self._held_by_undecided: dict[tuple[str, tuple[str, ...]], dict[ProcessIdentity, GpuProcess]] = {}
+        """By GPU and the leases that they may belong to, what clients held there whose lease cannot be known."""
         self._of_other_users: list[Violation] = []
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -267,6 +270,7 @@ class ViolationMonitor:
                         has_context = had_context or (on_gpu is not None and on_gpu.mps)
                         known[key] = KnownClient(server.pid, found.opened, has_context)
         self._seen = seen
+        self.environments.forget_all_but({identity for _, identity in seen})
         self._client_record.store(known)
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
@@ -277,9 +281,8 @@ class ViolationMonitor:
             opened = before.opened  # it was listed, so it has its limits for good
         elif before is not None:
             opened = continued(before.opened, opened, has_context=before.has_context)
-        if known is None or known.server != server.pid:
-            environment = proc.environment_of(identity.pid, _VARIABLES.__contains__)
-            uid = proc.real_uid(identity.pid)
+        if known is None or known.server != server.pid or isinstance(known.environment, Unknown):
+            environment, uid = self.environments.of(identity), proc.real_uid(identity.pid)
             if environment is None or uid is None:
                 return None
             return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
@@ -364,6 +367,7 @@ class ViolationMonitor:
     def _attribute_memory(self, attached: Iterable[AttributedClient]) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
         now_held = dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]]()
+        undecided = dict[tuple[str, tuple[str, ...]], dict[ProcessIdentity, GpuProcess]]()
         of_others = {each: each for each in self._clients.of_changed_holders()}
         holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
@@ -373,9 +377,10 @@ class ViolationMonitor:
         #    longer.
         # 2. The memory of a client belongs to the client's lease. A client beyond that lease's number is judged as one
         #    without.
-        # 3. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
-        # 4. Any other process may belong to a family in which a holder has changed its user.
-        # A holder that has changed its user skips 2 and 3: its memory is not its lease's any more.
+        # 3. The memory of a client whose lease cannot be known counts for all the leases that it may belong to.
+        # 4. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
+        # 5. Any other process may belong to a family in which a holder has changed its user.
+        # A holder that has changed its user skips 2 and 4: its memory is not its lease's any more.
         for gpu, usage in self.usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
                 ticks = proc.live_ticks(pid) if pid not in servers else None
@@ -385,6 +390,11 @@ class ViolationMonitor:
                 client = clients.get((gpu, identity)) if identity not in holders else None
                 if client is not None and client.lease is not None and not client.counted:
                     continue  # it counts as a client without a lease, and so does its memory
+                if client is not None and client.lease is None and isinstance(client.client.environment, Unknown):
+                    if not self.environments.is_unread(identity):
+                        may = tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
+                        undecided.setdefault((gpu, may), {})[identity] = each
+                    continue
                 lease = client.lease if client is not None else None
                 if lease is None and identity not in holders:
                     lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
@@ -392,10 +402,10 @@ class ViolationMonitor:
                     now_held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
-        self.held, self._of_other_users = now_held, [*of_others.values()]
+        self.held, self._held_by_undecided, self._of_other_users = now_held, undecided, [*of_others.values()]
 
     def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:
-        for client, lease, counted in attached:
+        for client, lease, counted, _ in attached:
             share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
@@ -412,8 +422,10 @@ class ViolationMonitor:
             daemon = self._daemons[client.daemon]
             near = None if each.counted else self._clients.lease_near(client)
             for found in violations.of_client(each, denied=denied, memory=daemon.has_mem_limit, near=near):
-                # While a lease is not restored, a client without one may belong to it.
-                if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
+                # While a lease is not restored, a client without one may belong to it; and while its environment is
+                # being read, one that seems to have none, or to be one too many, may show the token of one.
+                is_open = daemon.unrestored or self.environments.is_unread(client.identity)
+                if not (is_open and found.kind in {ViolationKind.NO_LEASE, ViolationKind.PROCESSES}):
                     yield found
             if (who := self._quarantined(client.identity.pid)) is not None:
                 yield violations.of_quarantined(each, who)
@@ -423,6 +435,11 @@ class ViolationMonitor:
                 says = any(server.pid == client.server and server.status == FAULT for server in daemon.servers)
                 yield violations.of_lingering(each, seconds, proven=says)
         yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
+        for (gpu, may), held in self._held_by_undecided.items():
+            leases = [each for each in map(self._find_lease, may) if each is not None]
+            left = sum(max(_of(each, gpu) - self._attributed(each, gpu), 0) for each in leases)
+            daemon_name = next((each.name for each in self._daemons.values() if each.gpu == gpu), "")
+            yield from violations.of_undecided_memory(held, leases, left, daemon_name, servers)
         for (lease_id, gpu), held in self.held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
@@ -433,6 +450,11 @@ class ViolationMonitor:
                 yield too_much
             outside = [each for each, on in held.items() if not on.mps and each not in servers]
             yield from violations.of_outside(lease, share, outside)
+
+    def _attributed(self, lease: Lease, gpu: str) -> int:
+        """Return the bytes that the processes of a lease hold on a GPU."""
+        held = self.held.get((lease.id, gpu), {}).values()
+        return sum(each.memory.value for each in held if isinstance(each.memory, Known))
 
     def _quarantined(self, pid: int) -> Who | None:
         """Return the quarantined uid or control group of a process; None where neither is."""
@@ -513,6 +535,11 @@ def _named(violation: Violation) -> dict[str, object]:
 def _cause(violation: Violation) -> str:
     """Return the name of a violation among the causes of an ending."""
     return f"{VIOLATION} {violation.kind} on {violation.daemon}"
+
+
+def _of(lease: Lease, gpu: str) -> int:
+    """Return the bytes of a GPU that a lease has."""
+    return sum(share.memory.bytes for share in lease.shares if share.gpu == gpu)
 
 
 def _is_on(lease: Lease, gpu: str) -> bool:

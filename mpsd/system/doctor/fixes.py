@@ -19,6 +19,7 @@ from mpsd.system.files.rundir import RunDir
 from mpsd.system.gpus.gpu import NvmlGpus, change_compute_mode
 from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
 from mpsd.system.host.journal import Journal, entry
+from mpsd.system.processes.foreign_reader import ForeignReader
 
 _FIXED: Final = "doctor_fixed"
 
@@ -43,14 +44,15 @@ async def mend(settings: Settings, check: str, wanted: Mend) -> list[str]:
 async def _mend(settings: Settings, wanted: Mend) -> list[str]:
     match wanted.means:
         case Means.REMOVE:
-            return [f"removed {path}" for path in _free(settings, wanted.targets) if _remove(path)]
+            return [f"removed {path}" for path in await _free(settings, wanted.targets) if _remove(path)]
         case Means.GIVE_BACK:
             return await _give_back(settings, wanted.targets)
 
 
-def _free(settings: Settings, targets: Sequence[str]) -> list[Path]:
+async def _free(settings: Settings, targets: Sequence[str]) -> list[Path]:
     """Return the targets that no process of MPS uses even now: one may have started before the lock was taken."""
-    found = proc.processes((settings.daemon.control,), settings.paths.runtime_dir)
+    async with ForeignReader() as reader:
+        found = await proc.processes((settings.daemon.control,), settings.paths.runtime_dir, reader)
     listened = disk.listened()
     had = {each.pipe_directory for each in found.value} if isinstance(found, Known) else None
     paths = map(Path, targets)

@@ -3,10 +3,12 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
 from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVER, USUAL, VISIBLE
@@ -16,7 +18,8 @@ from mpsd.core.sanitize import text
 from mpsd.system.doctor.machine import denied, reading
 from mpsd.system.host import host_environment
 from mpsd.system.processes import foreign_files, namespaces, proc, process_table
-from mpsd.system.processes.foreign_files import ForeignFile
+from mpsd.system.processes.foreign_files import Environment, known_of
+from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 from mpsd.system.sockets import sock_diag
 
 _PROC: Final = Path("/proc")
@@ -27,10 +30,20 @@ _SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 _COMM: Final = "nvidia-cuda-mps"
 """The kernel's name for both of NVIDIA's programs, cut to 15 bytes. Source: proc(5), /proc/PID/comm."""
 
+_LONGEST_COMMAND: Final = 15
+
+_COMMANDS_OF_MPS: Final = (_COMM, "mpsd", "python")
+"""How the kernel's names of the programs of MPS and of mpsd begin: the arguments of others are not read."""
+
+_MOST: Final = 1 << 16
+"""Maximum bytes of the variables of a process."""
+
 _COMMANDS: Final = frozenset({"run", "demo"})
 
 
-def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[ProcessSeen, ...]]:
+async def processes(
+    program: Sequence[str], runtime_dir: Path, reader: ForeignReader
+) -> Reading[tuple[ProcessSeen, ...]]:
     """Return every process of MPS, every mpsd, and every look-alike.
 
     `program` is the control program, whatever its name, and `runtime_dir` is mpsd's.
@@ -41,15 +54,24 @@ def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[Proces
         return Unknown(f"{_PROC} cannot be read: {error.strerror}")
     if 1 not in pids:
         return _hidden("/proc/1")
+    names = (*_COMMANDS_OF_MPS, Path(program[0]).name[:_LONGEST_COMMAND])
+    candidates = [pid for pid in pids if proc.command_of(pid).startswith(names)]
+    found = list[ProcessSeen | None]()
     try:
-        found = [each for pid in pids for each in _process(pid, tuple(program))]
-        return Known(_with_lookalikes(found, tuple(program), runtime_dir))
+        for theirs, answer in await reader.ask_each(candidates, claims, [*program]):
+            if isinstance(answer, Known):
+                found += map(_seen, answer.value)
+            else:  # those that look so
+                hidden = (pid for pid in theirs if proc.command_of(pid) == _COMM)
+                found += (_seen(Claims(pid, "process of MPS", (), answer.reason)) for pid in hidden)
     except PermissionError as error:
         return _hidden(error.filename)
+    seen = sorted((each for each in found if each is not None), key=lambda each: each.pid)
+    return Known(await _with_lookalikes(seen, tuple(program), runtime_dir, reader))
 
 
-def _with_lookalikes(
-    found: Sequence[ProcessSeen], program: tuple[str, ...], runtime_dir: Path
+async def _with_lookalikes(
+    found: Sequence[ProcessSeen], program: tuple[str, ...], runtime_dir: Path, reader: ForeignReader
 ) -> tuple[ProcessSeen, ...]:
     """Mark the look-alikes: processes of other users that only their own arguments identify.
 
@@ -59,13 +81,17 @@ def _with_lookalikes(
     """
     trusted = {0, os.getuid()}
     with contextlib.suppress(OSError):
-        trusted.add(runtime_dir.stat().st_uid)
+        trusted.add(os.stat(runtime_dir).st_uid)  # noqa: PTH116 - it is mpsd's own
     strange = {each.pid: each for each in found if proc.real_uid(each.pid) not in trusted}
     control = Path(shutil.which(program[0]) or program[0])
     daemons = {each.pid for each in found if each.part == DAEMON and each.pid not in strange}
     for pid, each in tuple(strange.items()):
         # The interpreter of a script runs other programs too, so running it is no evidence.
-        if each.part == DAEMON and proc.runs(pid, control) and not [*proc.interpreter(control)]:
+        if each.part != DAEMON:
+            continue
+        if await reader.ask(owner_of(pid), foreign_files.runs, pid, control) != Known(value=True):
+            continue
+        if not [*foreign_files.interpreter(control)]:
             del strange[pid]
             daemons.add(pid)
     connected = _connected(runtime_dir) if strange else set()
@@ -87,22 +113,61 @@ def _hidden(path: str) -> Unknown:
     return Unknown(f"{path} cannot be read by uid {os.geteuid()}: /proc hides the processes of others (hidepid)")
 
 
-def process(pid: int) -> ProcessSeen | None:
-    """Return one process as an mpsd; None when there is none."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return _seen(pid, MPSD, proc.arguments_of(pid))
-    return None
+async def process(pid: int, reader: ForeignReader) -> ProcessSeen | None:
+    """Return one process as an mpsd; None when there is none, or it cannot be read."""
+    answer = await reader.ask(owner_of(pid), claims, [pid], [])
+    seen = [_seen(each) for each in answer.value] if isinstance(answer, Known) else []
+    return next(iter(seen), None)
 
 
-def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        arguments = proc.arguments_of(pid)
-        if arguments:
-            part = MPSD if is_mpsd(arguments) else part_of(arguments, program)
-        else:
-            part = "process of MPS" if proc.command_of(pid) == _COMM else None
-        if part is not None:
-            yield _seen(pid, part, arguments)
+class Claims(Struct):
+    """What a process says of itself, and what it sees."""
+
+    pid: int
+    part: str
+    arguments: tuple[str, ...]
+    variables: Environment
+    """Its CUDA_* variables."""
+    shared_memory: str = ""
+    """The device number of its /dev/shm."""
+    unseen: str = ""
+    """Why that is unknown."""
+    apart: bool = False
+
+
+def claims(pids: list[int], program: list[str]) -> list[Claims]:
+    """Return the claims of those processes that are of MPS; of all of them where no `program` is given.
+
+    Raises PermissionError.
+    """
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            arguments = foreign_files.arguments(pid)
+            if not program or is_mpsd(arguments):
+                part: str | None = MPSD
+            elif arguments:
+                part = part_of(arguments, tuple(program))
+            else:
+                part = "process of MPS" if proc.command_of(pid) == _COMM else None
+            if part is not None:
+                found.append(_claims(pid, part, arguments))
+    return found
+
+
+def _claims(pid: int, part: str, arguments: tuple[str, ...]) -> Claims:
+    variables = foreign_files.environment(pid, ["CUDA_"], _MOST)
+    directory = variables.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, dict) else ""
+    found = Claims(pid, part, arguments, variables)
+    try:
+        found.shared_memory = foreign_files.device_at(pid, host_environment.SHARED_MEMORY)
+        if not found.shared_memory:
+            found.unseen = f"the mounts of process {pid} do not say where {host_environment.SHARED_MEMORY} is"
+    except OSError as error:
+        found.unseen = denied(f"{error.filename}", error).reason
+    if part != MPSD and namespaces.sees_alike(pid) == Known(value=False):
+        found.apart = foreign_files.leads_elsewhere(pid, Path(directory or USUAL[0]))
+    return found
 
 
 def is_mpsd(arguments: Sequence[str]) -> bool:
@@ -125,65 +190,54 @@ def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> str | None:
     return None
 
 
-def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
-    at = _PROC / str(pid)
-    stat, uid = proc.stat_of(pid), proc.real_uid(pid)
+def _seen(found: Claims) -> ProcessSeen | None:
+    """Return a process as the checks judge it; None if it has ended."""
+    at, stat, uid = _PROC / str(found.pid), proc.stat_of(found.pid), proc.real_uid(found.pid)
     if stat is None or uid is None:
-        raise ProcessLookupError(f"process {pid} has ended")
-    variables = proc.environment_of(pid, proc.is_of_cuda) or Known({})  # it has ended, and uses nothing
-    arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
+        return None
+    numbers = [int(each) for each in found.shared_memory.split(":") if each]
     return ProcessSeen(
-        pid=pid,
-        part=part,
+        pid=found.pid,
+        part=found.part,
         uid=uid,
         parent=stat.parent,
         state=stat.state,
-        arguments=arguments,
+        arguments=found.arguments,
         executable=reading(at / "exe", lambda: text(os.readlink(at / "exe"))),  # noqa: PTH115 - its text is no path
-        variables=variables,
-        shared_memory=_shared_memory(at),
-        apart=part != MPSD and namespaces.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
+        variables=known_of(Known(found.variables)) or Known({}),  # it has ended, and uses nothing
+        shared_memory=Known(os.makedev(*numbers)) if numbers else Unknown(found.unseen),
+        apart=found.apart,
     )
-
-
-def _shared_memory(at: Path) -> Reading[int]:
-    """Return the device number from the mount table: the file system itself might never answer."""
-    try:
-        table = namespaces.mounts(at.name)
-    except OSError as error:
-        return denied(at / "mountinfo", error)
-    place = namespaces.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
-    if place is None:
-        return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")
-    major, minor = map(int, place.device.split(":"))
-    return Known(os.makedev(major, minor))
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 
-_PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
+_WANTED: Final = [VISIBLE, "CUDA_", "XLA_", "TF_"]
 
 
-def look(pid: int, lease: str, *, gpu: str, granted: int) -> ClientSeen | None:
+async def look(pid: int, lease: str, reader: ForeignReader, *, gpu: str, granted: int) -> ClientSeen | None:
     """Inspect a process of a lease; None when it is gone."""
     try:
-        arguments = proc.arguments_of(pid)
+        answer = await reader.ask(owner_of(pid), programs, pid)
     except OSError:
         return None
-    variables = proc.environment_of(pid, _is_wanted)
+    if isinstance(answer, Unknown):
+        return ClientSeen(pid, lease, gpu, granted, (), answer, frozenset())
+    arguments, environment, frameworks = answer.value
+    variables = known_of(Known(environment))
     if variables is None:
         return None
-    return ClientSeen(pid, lease, gpu, granted, arguments, variables, _frameworks(pid))
+    return ClientSeen(pid, lease, gpu, granted, arguments, variables, frozenset(frameworks))
 
 
-def _is_wanted(name: str) -> bool:
-    return name == VISIBLE or name.startswith(_PREFIXES)
+def programs(pid: int) -> tuple[tuple[str, ...], Environment, list[str]]:
+    """Return the arguments and the variables of a process, and the framework libraries that it has mapped.
 
-
-def _frameworks(pid: int) -> frozenset[str]:
-    """Return the framework libraries that a process has mapped; empty where that cannot be read."""
-    with contextlib.suppress(OSError):
-        maps = foreign_files.read(pid, ForeignFile.MAPS)
-        return frozenset(each for each in LIBRARIES if f"/{each}/".encode() in maps)
-    return frozenset()
+    Raises OSError.
+    """
+    try:
+        frameworks = foreign_files.has_mapped(pid, [*LIBRARIES])
+    except OSError:
+        frameworks = []
+    return foreign_files.arguments(pid), foreign_files.environment(pid, _WANTED, _MOST), frameworks

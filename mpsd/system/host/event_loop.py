@@ -3,21 +3,23 @@
 import asyncio
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mpsd.core.errors import ConfigurationError
 
+T = TypeVar("T")
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end and cancel the tasks that remain.
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, cancel the tasks that remain, and return its result.
 
     Raises ConfigurationError when no loop can be made.
     """
     with asyncio.Runner(loop_factory=partial(_make, main)) as runner:
-        runner.run(main)
+        return runner.run(main)
 
 
-def _make(main: Coroutine[Any, Any, None]) -> asyncio.AbstractEventLoop:
+def _make(main: Coroutine[Any, Any, T]) -> asyncio.AbstractEventLoop:
     try:
         return asyncio.new_event_loop()
     except OSError as error:

@@ -13,11 +13,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Final, NamedTuple
 
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system.processes import foreign_files, proc
-from mpsd.system.processes.foreign_files import ForeignFile
-
-_MOST: Final = 1 << 20
-"""Maximum bytes of a table that are read: several thousand mounts. A longer one was made on purpose."""
+from mpsd.system.processes import proc
 
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
@@ -45,12 +41,6 @@ class Mount(NamedTuple):
     """The type of the file system, such as tmpfs."""
     options: str
     """The options of the file system, joined by commas; for a hierarchy of control groups, its controllers."""
-
-
-def mounts(pid: int | str) -> tuple[Mount, ...] | None:
-    """Return the mounts that a process sees; None where the table is too long. Raises OSError."""
-    raw = foreign_files.read(pid, ForeignFile.MOUNTS, _MOST + 1)
-    return None if len(raw) > _MOST else parse(raw.decode("utf-8", errors="surrogateescape"))
 
 
 def own_mounts() -> tuple[Mount, ...]:
@@ -114,29 +104,6 @@ def has_few_uids() -> bool:
 # -- what another process sees -----------------------------------------------------------------------------------------
 
 
-def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
-    """Return those of mpsd's directories whose paths lead a process elsewhere, as they may in a container.
-
-    A directory is left out where that is unknown: the process is gone or may not be inspected, or the path has a
-    symbolic link. The file that the process finds there is not inspected, as the head of this module explains.
-    """
-    return [each for each in directories if each.resolve() == each and leads_elsewhere(pid, each)]
-
-
-def leads_elsewhere(pid: int, path: PurePath) -> bool:
-    """Tell whether a path without symbolic links leads a process elsewhere than mpsd; False if that is unknown.
-
-    The file system of the path is not accessed, so another user may have chosen the path.
-    """
-    if sees_alike(pid) != Known(value=False):
-        return False
-    try:
-        own, theirs = mounts("self"), mounts(pid)
-    except proc.UNSEEN:
-        return False
-    return own is not None and theirs is not None and place(own, path) != place(theirs, path)
-
-
 def is_contained(pid: int) -> bool:
     """Tell whether a process is in its own user or pid namespace, as in a container; True if that is unknown.
 
@@ -171,7 +138,8 @@ def sees_alike(pid: int) -> Reading[bool]:
     """Tell whether every path leads a process where it leads mpsd, if that is known.
 
     It does if the process has both mpsd's root and mpsd's mount namespace. With only one of them, another file system
-    may be mounted over the path, or the root may be another.
+    may be mounted over the path, or the root may be another. Within one mount namespace a root is known by its path:
+    only root could mount something over it.
     """
     try:
         return Known(_place(pid) == _own_place())
@@ -179,12 +147,15 @@ def sees_alike(pid: int) -> Reading[bool]:
         return Unknown(str(error))
 
 
-def _place(pid: int | str) -> tuple[str, ...]:
-    """Return what decides where a path leads a process: its root and its mount namespace. Raises OSError."""
-    return os.readlink(f"/proc/{pid}/ns/mnt"), *foreign_files.root(pid)  # noqa: PTH115 - the link's text is no path
+def _place(pid: int | str) -> tuple[str, str]:
+    """Return what decides where a path leads a process: its root and its mount namespace. Raises OSError.
+
+    Their links are the kernel's own texts. The root is not opened, since its file system might never answer.
+    """
+    return os.readlink(f"/proc/{pid}/ns/mnt"), os.readlink(f"/proc/{pid}/root")  # noqa: PTH115 - the link's text
 
 
 @cache
-def _own_place() -> tuple[str, ...]:
+def _own_place() -> tuple[str, str]:
     """Return mpsd's own place, which never changes."""
     return _place("self")

@@ -1,26 +1,19 @@
 """The kernel's facts about one process, each read in one place, anew for each call.
 
-The owner of a process, its program, its session and its open sockets are facts of the kernel. Its name, arguments and
-environment are its own claims: any user can start a program under any name and with any variables.
+The owner of a process, its parents, its session and its control groups are facts of the kernel. Its name is its own
+claim: any user can start a program under any name. So are its arguments and its environment: `foreign_files.py`.
 
 psutil is not asked for any of them. It takes the first `Uid:` in /proc/PID/status for the uids, and a process may have
 one in its name (measured, psutil 7.2); its cmdline and environ read files that the process can delay (`foreign_files`).
 """
 
-import contextlib
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mpsd.core.model import Known, ProcessIdentity, Reading, Unknown
+from mpsd.core.model import ProcessIdentity
 from mpsd.core.sanitize import text
-from mpsd.system import clock
-from mpsd.system.processes import foreign_files
-from mpsd.system.processes.foreign_files import ForeignFile
 
 UNSEEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 """Errors for a process that is gone or may not be inspected."""
@@ -30,11 +23,6 @@ _DEEPEST: Final = 128
 
 _MAXIMUM_STAT: Final = 4096
 """Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
-
-_MOST_SCRIPT: Final = 256
-"""Bytes of a script's first line that the kernel reads (BINPRM_BUF_SIZE)."""
-
-_VARIABLE: Final = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def pids() -> Iterator[int]:
@@ -279,27 +267,7 @@ def _within(path: str) -> str:
     return "" if set(path.split("/")) <= {"", ".."} else path.rstrip("/")
 
 
-# -- its program -------------------------------------------------------------------------------------------------------
-
-
-def runs(pid: int, program: Path) -> bool:
-    """Tell whether a process runs this very program, by device and inode; for a script its interpreter counts."""
-    try:
-        own = os.stat(f"/proc/{pid}/exe")  # noqa: PTH116 - the kernel's own link, also to a file that is deleted
-        return any(os.path.samestat(own, each.stat()) for each in (program, *interpreter(program)))
-    except OSError:
-        return False
-
-
-def interpreter(program: Path) -> Iterator[Path]:
-    """Yield the interpreter of a script; nothing for another program. Raises OSError."""
-    with program.open("rb") as file:
-        first = file.read(_MOST_SCRIPT).partition(b"\n")[0]
-    if first.startswith(b"#!") and (words := first[2:].split()):
-        yield Path(os.fsdecode(words[0]))
-
-
-# -- its own claims ----------------------------------------------------------------------------------------------------
+# -- its name ----------------------------------------------------------------------------------------------------------
 
 
 def command_of(pid: int) -> str:
@@ -308,96 +276,3 @@ def command_of(pid: int) -> str:
         return text(Path(f"/proc/{pid}/comm").read_bytes().removesuffix(b"\n"))
     except UNSEEN:
         return ""
-
-
-def arguments_of(pid: int) -> tuple[str, ...]:
-    """Return the arguments that a process was started with, or has replaced since.
-
-    Raises OSError when they cannot be read.
-    """
-    raw = foreign_files.read(pid, ForeignFile.ARGUMENTS).removesuffix(b"\0")
-    return tuple(map(text, raw.split(b"\0"))) if raw else ()
-
-
-def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mapping[str, str]] | None:
-    """Return the wanted ones of the variables that a process was started with; None when it has ended.
-
-    /proc/PID/environ does not show later changes by setenv(3), but shows what the process writes over that area, as a
-    program does that sets its title. So an area without a variable is unknown, and not an environment without
-    variables. An area without bytes is as unknown. A process has one if it was started without variables, while it
-    executes a program, and once its first thread has ended (measured on Linux 6.18); it can also move its area.
-    Sources: proc(5), PR_SET_MM in prctl(2).
-    """
-    try:
-        raw = foreign_files.read(pid, ForeignFile.ENVIRONMENT)
-    except (FileNotFoundError, ProcessLookupError):
-        raw = b""
-    except PermissionError as error:
-        if not has_no_memory(pid):
-            return Unknown(
-                f"/proc/{pid}/environ cannot be read by uid {os.geteuid()}: {error.strerror};"
-                " root can, with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
-            )
-        raw = b""  # as root reads it
-    if not raw and live_ticks(pid) is None:
-        return None
-    found = variables_in(raw)
-    if not found:
-        return Unknown(
-            f"/proc/{pid}/environ cannot be read: it has no variable, because the process has overwritten it, as"
-            " programs do that set their title (SPT_NOENV=1 keeps setproctitle from it), or was started without any"
-        )
-    return Known({name: value for name, value in found.items() if is_wanted(name)})
-
-
-def variables_in(raw: bytes) -> dict[str, str]:
-    """Return the variables in an environment; empty where it has no name of a variable.
-
-    A title fills the area with NULs, or reaches into it if it is long: what stands alone before NULs is the end of one.
-    """
-    entries = [each for each in raw.split(b"\0") if each]
-    is_end_of_title = len(entries) == 1 and raw.startswith(entries[0]) and raw.endswith(b"\0\0")
-    if is_end_of_title or not any(map(_VARIABLE.match, entries)):
-        return {}
-    # Of a name that occurs twice, getenv(3) returns the first.
-    pairs = (text(each).partition("=") for each in reversed(entries))
-    return {name: value for name, _, value in pairs}
-
-
-def is_of_cuda(variable: str) -> bool:
-    """Tell whether CUDA and MPS read a variable."""
-    return variable.startswith("CUDA_")
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessDetails:
-    """A process by the kernel's facts and by its own claims."""
-
-    identity: ProcessIdentity
-    uid: int
-    """Its real uid. A setuid program has another effective uid, and the environment of the user who started it."""
-    started: datetime
-    executable: str
-    arguments: tuple[str, ...]
-    variables: Reading[Mapping[str, str]]
-    """Its CUDA_* environment at its start."""
-
-
-def details(pid: int) -> ProcessDetails | None:
-    """Return the facts about a process; None when it has ended.
-
-    Raises PermissionError where it may not be inspected.
-    """
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        stat, uid, variables = stat_of(pid), real_uid(pid), environment_of(pid, is_of_cuda)
-        if stat is None or uid is None or variables is None or stat.is_zombie:
-            return None
-        return ProcessDetails(
-            identity=ProcessIdentity(pid, stat.start_ticks),
-            uid=uid,
-            started=clock.at_ticks(stat.start_ticks),
-            executable=text(os.readlink(b"/proc/%d/exe" % pid).removesuffix(b" (deleted)")),  # noqa: PTH115 - bytes
-            arguments=arguments_of(pid),
-            variables=variables,
-        )
-    return None

@@ -230,7 +230,7 @@ def spawn(
     env: Mapping[str, str],
     stdin: int = subprocess.DEVNULL,
     stdout: int = subprocess.DEVNULL,
-    stderr: int = subprocess.STDOUT,
+    stderr: int | None = subprocess.STDOUT,
     new_session: bool = False,
     allowed: frozenset[Capability] | None = None,
 ) -> Process:

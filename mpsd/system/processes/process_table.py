@@ -1,27 +1,13 @@
-"""Searches among all processes of the node, by facts that no other user can imitate.
-
-The variables of a process are its own claims, so a search by them counts only the processes of one uid.
-"""
+"""Searches among all processes of the node, by facts of the kernel alone."""
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import clock
-from mpsd.system.processes import foreign_files, proc
-from mpsd.system.processes.foreign_files import ForeignFile
-
-_MOST_ENVIRONMENT: Final = 256 * 1024
-"""Bytes of an environment that are searched for a variable."""
-
-_ROUNDS: Final = 3
-"""Maximum passes over /proc, so that processes that start during a pass are found by the next."""
-
-_EXECUTES: Final = 0.02
-"""Seconds within which a process that executes a program gets its environment."""
+from mpsd.system.processes import proc
 
 _MOST_NEW: Final = 32
 """Maximum processes that one look returns; later looks return the rest."""
@@ -73,91 +59,14 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
     return found
 
 
-def leader_with(variable: str, value: str) -> ProcessIdentity | None:
-    """Return the session leader of mpsd's own uid that was started with this variable."""
-    wanted = os.fsencode(f"{variable}={value}")
+def session_leaders() -> list[int]:
+    """Return the pids of the session leaders of mpsd's own uid."""
+    found = []
     for pid in proc.pids():
         stat = proc.stat_of(pid)
-        if stat is None or stat.session != pid or stat.is_zombie or proc.real_uid(pid) != os.getuid():
-            continue
-        with contextlib.suppress(*proc.UNSEEN):
-            if wanted in foreign_files.read(pid, ForeignFile.ENVIRONMENT).split(b"\0"):
-                return ProcessIdentity(pid, stat.start_ticks)
-    return None
-
-
-def started_with(
-    variable: str, owners: Mapping[str, int], unread: Callable[[int, int], None] = lambda _uid, _pid: None
-) -> dict[str, list[ProcessIdentity]]:
-    """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
-
-    Each value belongs to one uid: only processes of that real uid count. The value must stand near the beginning of the
-    environment, since an environment can have megabytes and a user thousands of processes. A process that has
-    overwritten its environment has no value: otherwise each session of sshd would count. `unread` is called with the
-    uid and the pid of each process of the owners whose environment mpsd may not read.
-
-    Processes that start during the search are included, for a few passes, as are those that have no environment at
-    first, because they are executing a program. Raises OSError when no descriptor is free.
-    """
-    found: dict[str, list[ProcessIdentity]] = {}
-    uids, seen, unclear = {*owners.values()}, set[int](), set[int]()
-    begun, rounds = clock.monotonic(), 0
-    while rounds < _ROUNDS or (unclear and clock.monotonic() - begun < _EXECUTES):
-        fresh = [pid for pid in proc.pids() if pid not in seen]
-        if not fresh:
-            break
-        unclear.clear()
-        for pid in fresh:
-            try:
-                environment = _environment_of(pid, uids)
-            except PermissionError:
-                uid = proc.real_uid(pid)
-                if uid is not None and uid in uids:
-                    unread(uid, pid)
-                continue
-            if environment:
-                value = _value_of(variable, environment)
-                if value in owners and (identity := _of_user(pid, owners[value])) is not None:
-                    found.setdefault(value, []).append(identity)
-            elif environment is not None and proc.real_uid(pid) in uids:
-                unclear.add(pid)
-        seen.update(fresh)
-        seen -= unclear
-        rounds += 1
-    for identities in found.values():
-        identities.sort(key=lambda each: (each.start_ticks, each.pid))
+        if stat is not None and stat.session == pid and not stat.is_zombie and proc.real_uid(pid) == os.getuid():
+            found.append(pid)
     return found
-
-
-def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
-    """Return the beginning of the environment of a process; None where it belongs to another user or is gone.
-
-    The effective user of a setuid program is root. Raises PermissionError.
-    """
-    if proc.effective_uid(pid) not in {0, *uids}:
-        return None
-    try:
-        return foreign_files.read(pid, ForeignFile.ENVIRONMENT, _MOST_ENVIRONMENT)
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    except PermissionError:
-        if proc.has_no_memory(pid):
-            return b""  # as root reads it
-        raise
-
-
-def _value_of(variable: str, environment: bytes) -> str:
-    """Return the value of a variable in an environment; empty where it has none."""
-    _, _, rest = (b"\0" + environment).partition(b"\0" + os.fsencode(f"{variable}="))
-    return rest.partition(b"\0")[0].decode("ascii", errors="replace")
-
-
-def _of_user(pid: int, uid: int) -> ProcessIdentity | None:
-    """Return the identity of the process with a pid, if it has this real uid and has not ended."""
-    stat = proc.stat_of(pid)
-    if stat is None or stat.is_zombie or proc.real_uid(pid) != uid or proc.start_ticks(pid) != stat.start_ticks:
-        return None
-    return ProcessIdentity(pid, stat.start_ticks)
 
 
 # -- processes that started since the last look ------------------------------------------------------------------------

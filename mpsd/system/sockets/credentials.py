@@ -9,16 +9,12 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
-from grp import getgrnam
 from math import inf
 from pathlib import Path
-from pwd import getpwnam, getpwuid
 from typing import Final
 
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.setting_parsers import UserNames
 from mpsd.system import clock
 from mpsd.system.processes import process
 from mpsd.system.processes.process import Process
@@ -73,20 +69,6 @@ def groups(connection: socket.socket, who: PeerCredentials) -> frozenset[int]:
         room = size.value // 4  # the kernel's answer: not in unix(7), but in net/core/sock.c
 
 
-def look_up(names: Iterable[str]) -> UserNames:
-    """Look up the numbers of users and %groups in the user database, once. The database may be on the network."""
-    uids, gids, unknown = dict[str, int](), dict[str, int](), list[str]()
-    for name in names:
-        try:
-            if name.startswith("%"):
-                gids[name[1:]] = getgrnam(name[1:]).gr_gid
-            else:
-                uids[name] = getpwnam(name).pw_uid
-        except (KeyError, ValueError):  # ValueError: an invalid name, such as one that the locale cannot encode
-            unknown.append(name)
-    return UserNames(uids, gids, tuple(unknown))
-
-
 def process_of(connection: socket.socket, who: PeerCredentials, accepted: float = inf) -> Process | None:
     """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
 
@@ -117,14 +99,3 @@ def unused_group() -> int:
     extents = [[*map(int, line.split())] for line in Path("/proc/self/gid_map").read_text("ascii").splitlines()]
     first, _, count = max(extents, key=lambda each: each[2])
     return first + count // 2 + secrets.randbelow(max(count // 2, 1))
-
-
-def group_of(uid: int) -> int:
-    """Return the primary group of a user, or the gid of the same number where the user database does not have the user.
-
-    The user database may be a directory on the network.
-    """
-    try:
-        return getpwuid(uid).pw_gid
-    except KeyError:
-        return uid

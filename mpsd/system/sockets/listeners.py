@@ -3,7 +3,6 @@
 import os
 import socket
 import stat
-from grp import getgrnam
 from pathlib import Path
 from typing import Final
 
@@ -13,11 +12,11 @@ _BACKLOG: Final = 64
 """Connections of scrapers that wait; the API's socket has room for 1024."""
 
 
-def publish(path: Path, mode: int, group: str) -> socket.socket:
+def publish(path: Path, mode: int, gid: int | None) -> socket.socket:
     """Return a listening unix socket that appears at `path` with its final owner and mode.
 
-    An existing file there is replaced: the lock proves that no living mpsd uses it. If the group is unknown, the socket
-    gets mpsd's own group. Raises ConfigurationError.
+    An existing file there is replaced: the lock proves that no living mpsd uses it. Without a group the socket
+    gets mpsd's own. Raises ConfigurationError.
     """
     hidden = path.with_name(f".{os.getpid()}")  # as short as the usual name: a socket's path is limited in length
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -25,7 +24,7 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
         hidden.unlink(missing_ok=True)
         listener.bind(os.fspath(hidden))
         hidden.chmod(mode)
-        if (gid := _gid(group)) is not None:
+        if gid is not None:
             os.chown(hidden, -1, gid)
         listener.listen(1024)
         hidden.rename(path)
@@ -36,7 +35,7 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
     return listener
 
 
-def check_published(listener: socket.socket, path: Path, mode: int, group: str) -> None:
+def check_published(listener: socket.socket, path: Path, mode: int, group: str, gid: int | None) -> None:
     """Refuse a listening socket of the service manager that differs from the settings.
 
     Raises ConfigurationError. The socket is not changed, since it is not mpsd's own.
@@ -54,22 +53,12 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
             hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
             limit="api.mode",
         )
-    if (gid := _gid(group)) is not None and found.st_gid != gid:
+    if gid is not None and found.st_gid != gid:
         raise ConfigurationError(
             f"{path} has group {found.st_gid}, but api.group is {group!r}",
             hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",
             limit="api.group",
         )
-
-
-def _gid(group: str) -> int | None:
-    """Return the number of a group; None for an empty name, and for an unknown group, which admits no user."""
-    if not group:
-        return None
-    try:
-        return getgrnam(group).gr_gid
-    except KeyError:
-        return None
 
 
 def unpublish(path: Path) -> None:

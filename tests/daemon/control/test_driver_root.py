@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.core.model import Known
-from mpsd.system.processes import proc
+from mpsd.system.processes import foreign_files
 from tests import real
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
@@ -41,7 +40,7 @@ def test_driver_root(make_node: Start, nvml: FakeNvml, short_tmp: Path) -> None:
     assert found is not None
     assert found.command.startswith(f"{root}/")
     links = node.root / "run" / "driver"
-    variables = proc.environment_of(pid, "LD_LIBRARY_PATH".__eq__)
-    assert isinstance(variables, Known)
-    assert variables.value["LD_LIBRARY_PATH"].split(":")[0] == str(links)
+    variables = foreign_files.environment(pid, ["LD_LIBRARY_PATH"])
+    assert isinstance(variables, dict)
+    assert variables["LD_LIBRARY_PATH"].split(":")[0] == str(links)
     assert {each.name for each in links.iterdir()} == {LIBRARY, "libcuda.so.1"}

@@ -195,7 +195,7 @@ class TestEveryDriver:
             node.start()
             assert reaches(node, ANN)
             assert not reaches(node, BOB)
-            assert not reaches(node, BOB, "gpu1")
+            wait_until(lambda: not reaches(node, BOB, "gpu1"), what="the end of the lease of the dead holder")
 
     def test_reload(self, make_node: Start, real: RealDaemon) -> None:
         """A reload changes access at once, in both directions, on running daemons; no lease is lost."""

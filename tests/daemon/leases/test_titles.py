@@ -72,16 +72,20 @@ def test_unknown(node: Node, title: str) -> None:
 
 
 def test_one_lease_of_several(node: Node) -> None:
-    """Where its holder has several leases, it is not ended for using the larger one, as which it cannot be known."""
+    """Where its holder has several leases, it counts for none of them, and may hold what they have together."""
     small, large = lease(node, GIB), lease(node, 4 * GIB)
     with titled(node, large) as client:
-        assert event(node, "client_attributed", client=client.pid)["lease"] == small["id"]
-        assert client.alloc("2GiB")["ok"]
-        verified(node, small)
-        told = event(node, "violation", kind="memory", pid=client.pid)
-        assert (told["lease"], told["policy"]) == (small["id"], "report")
+        told = event(node, "violation", kind="no_lease", pid=client.pid)
+        assert (told["lease"], told["policy"]) == (None, "report")
+        assert client.alloc("4GiB")["ok"]
+        for each in (small, large):
+            assert client.pid not in {process["pid"] for process in verified(node, each)["processes"]}
         assert client.sync()["ok"]
-    assert node.events("client_forced") == []
+        assert client.alloc("2GiB")["ok"]
+        told = event(node, "violation", kind="memory", pid=client.pid)
+        assert (told["lease"], told["policy"]) == (None, "terminate")
+        assert client.process.wait(20) == -signal.SIGTERM
+    assert {line["client"] for line in node.events("client_attributed")} == set()
 
 
 def test_its_memory_counts(node: Node) -> None:

@@ -7,20 +7,22 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpsd.core.doctor.finding import Library, LoggedVersions, Means, Mend
+from mpsd.core.doctor.finding import Library, LoggedVersions, Means, Mend, ProcessSeen
 from mpsd.core.doctor.processes import DAEMON, FRONT_END, SERVER
 from mpsd.core.errors import AlreadyRunningError
-from mpsd.core.model import Known, Unknown
+from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
 from mpsd.system.files.rundir import RunDir
-from mpsd.system.processes.proc import arguments_of
+from mpsd.system.processes import foreign_files
+from mpsd.system.processes.foreign_reader import ForeignReader
 from tests.harness import wait_until
 from tests.system.processes.test_process_table import running
 
@@ -94,10 +96,26 @@ def test_this_machine() -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[ProcessSeen, ...]]:
+    async def read() -> Reading[tuple[ProcessSeen, ...]]:
+        async with ForeignReader() as reader:
+            return await proc.processes(program, runtime_dir, reader)
+
+    return asyncio.run(read())
+
+
+def process_of(pid: int) -> ProcessSeen | None:
+    async def read() -> ProcessSeen | None:
+        async with ForeignReader() as reader:
+            return await proc.process(pid, reader)
+
+    return asyncio.run(read())
+
+
 def test_process(tmp_path: Path) -> None:
     """The facts of /proc about a process of MPS are returned."""
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, CUDA_X="1", OTHER="2") as control:
-        found = proc.processes(PROGRAM, tmp_path)
+        found = processes(PROGRAM, tmp_path)
         assert isinstance(found, Known)
         (seen,) = [each for each in found.value if each.pid == control.pid]
     assert (seen.part, seen.uid, seen.parent) == ("control daemon", os.geteuid(), os.getpid())
@@ -108,11 +126,16 @@ def test_process(tmp_path: Path) -> None:
 
 @pytest.mark.root("run a process as another user")
 def test_lookalikes(short_tmp: Path) -> None:
-    """Another user's process counts by the program that it runs, or by its parent; otherwise it is a look-alike."""
+    """Another user's process counts by the program that it runs, or by its parent; otherwise it is a look-alike.
+
+    The arguments of one that the kernel calls otherwise are not read.
+    """
     short_tmp.chmod(0o755)
-    control = short_tmp / "nvidia-cuda-mps-control"
-    control.write_bytes(Path("/usr/bin/tail").read_bytes())
-    control.chmod(0o755)
+    control, impostor = short_tmp / "nvidia-cuda-mps-control", short_tmp / "theirs" / "nvidia-cuda-mps-server"
+    impostor.parent.mkdir(mode=0o755)
+    for each in (control, impostor):
+        each.write_bytes(Path("/usr/bin/tail").read_bytes())
+        each.chmod(0o755)
     ours = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "env": {}}
     theirs = {**ours, "user": 2601, "group": 2601, "extra_groups": []}
     with contextlib.ExitStack() as running_there:
@@ -122,17 +145,19 @@ def test_lookalikes(short_tmp: Path) -> None:
             running_there.callback(process.communicate)
             return process.pid
 
+        unread = start(str(control), "-f", executable="/usr/bin/tail", **theirs)
         expected = {
-            start(str(control), "-f", executable="/usr/bin/tail", **theirs): True,
-            start("nvidia-cuda-mps-server", "-f", executable="/usr/bin/tail", **theirs): True,
+            start(str(control), "-f", executable=impostor, **theirs): True,
+            start("nvidia-cuda-mps-server", "-f", executable=impostor, **theirs): True,
             start(str(control), "-f", executable=control, **theirs): False,
-            start(str(control), "-f", executable="/usr/bin/tail", **ours): False,
+            start(str(control), "-f", executable=impostor, **ours): False,
         }
 
         def seen() -> dict[int, bool]:
-            found = proc.processes((str(control),), short_tmp)
+            found = processes((str(control),), short_tmp)
             assert isinstance(found, Known)
-            return {each.pid: each.lookalike for each in found.value if each.pid in expected and each.state != "Z"}
+            started = {*expected, unread}
+            return {each.pid: each.lookalike for each in found.value if each.pid in started and each.state != "Z"}
 
         wait_until(lambda: seen() == expected, what="each to be seen as what it is")
 
@@ -153,7 +178,7 @@ def test_lookalikes(short_tmp: Path) -> None:
 def test_parts(tmp_path: Path, name: str, arguments: list[str], part: str | None) -> None:
     """A process is a control daemon, a front-end, a server or none of them, by its name and its arguments."""
     with running(name, *arguments, pipe_directory=tmp_path) as process:
-        assert proc.part_of(arguments_of(process.pid), PROGRAM) == part
+        assert proc.part_of(foreign_files.arguments(process.pid), PROGRAM) == part
 
 
 def test_program_of_another_name() -> None:
@@ -172,16 +197,16 @@ def test_program_that_was_replaced(short_tmp: Path) -> None:
     program.chmod(0o755)
     with subprocess.Popen([program, "60"], env={}) as process:
         try:
-            seen = proc.process(process.pid)
+            seen = process_of(process.pid)
             assert seen is not None
             assert seen.executable == Known(str(program))
             program.unlink()
-            seen = proc.process(process.pid)
+            seen = process_of(process.pid)
             assert seen is not None
             assert seen.executable == Known(f"{program} (deleted)")
         finally:
             process.kill()
-    assert proc.process(process.pid) is None
+    assert process_of(process.pid) is None
 
 
 @pytest.mark.parametrize(

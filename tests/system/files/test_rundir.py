@@ -213,7 +213,7 @@ class TestSocket:
     def test_published(self, short_tmp: Path) -> None:
         """The socket listens under its name with its mode, and no temporary file is left."""
         path = short_tmp / "mpsd.sock"
-        with listeners.publish(path, 0o640, "") as listener:
+        with listeners.publish(path, 0o640, None) as listener:
             assert mode(path) == 0o640
             assert [each.name for each in short_tmp.iterdir()] == ["mpsd.sock"]
             assert not listener.get_inheritable()
@@ -238,9 +238,9 @@ class TestSocket:
         watcher.start()
         try:
             for _ in range(300):
-                listeners.publish(path, 0o604, "").close()
+                listeners.publish(path, 0o604, None).close()
                 listeners.unpublish(path)
-            listeners.publish(path, 0o604, "").close()
+            listeners.publish(path, 0o604, None).close()
             wait_until(lambda: seen, what="the one who looks to have seen it")
         finally:
             over.set()
@@ -260,20 +260,20 @@ class TestSocket:
                 path.write_bytes(b"")
             case _:
                 path.symlink_to(victim)
-        listeners.publish(path, 0o600, "").close()
+        listeners.publish(path, 0o600, None).close()
         assert path.is_socket()
         assert not path.is_symlink()
         assert victim.read_bytes() == b"precious"
 
-    def test_unknown_group(self, short_tmp: Path) -> None:
-        """With an unknown group the socket has mpsd's own, and gives no other user access."""
+    def test_no_group(self, short_tmp: Path) -> None:
+        """Without a group, as with an unknown one, the socket has mpsd's own, and gives no other user access."""
         path = short_tmp / "mpsd.sock"
-        listeners.publish(path, 0o660, "no-such-group").close()
+        listeners.publish(path, 0o660, None).close()
         assert path.stat().st_gid == os.getegid()
 
     def test_directory_in_its_place(self, short_tmp: Path) -> None:
         """No file is left when the socket cannot take its place either."""
         (short_tmp / "mpsd.sock").mkdir()
         with pytest.raises(ConfigurationError, match=os.strerror(errno.EISDIR)):
-            listeners.publish(short_tmp / "mpsd.sock", 0o660, "")
+            listeners.publish(short_tmp / "mpsd.sock", 0o660, None)
         assert [each.name for each in short_tmp.iterdir()] == ["mpsd.sock"]

@@ -11,7 +11,7 @@ import pytest
 
 from mpsd.core.capabilities import DAEMON
 from mpsd.core.model import Known, Unknown
-from mpsd.system.processes import namespaces, proc, process
+from mpsd.system.processes import foreign_files, namespaces, proc, process
 from tests.daemon.caller import needs_root
 
 pytestmark = pytest.mark.thorough
@@ -112,13 +112,13 @@ class TestHidden:
             assert child.stdout is not None
             assert child.stdout.readline() == b"\n"
             try:
-                return namespaces.hidden(child.pid, directories)
+                return foreign_files.hidden(child.pid, directories)
             finally:
                 child.communicate(timeout=10)
 
     def test_nothing(self, directories: list[Path]) -> None:
         """Nothing is hidden from a process in this file system, or where the whole of it is also mounted elsewhere."""
-        assert namespaces.hidden(os.getpid(), directories) == []
+        assert foreign_files.hidden(os.getpid(), directories) == []
         assert self.hidden("true", directories) == []
 
     def test_one(self, directories: list[Path]) -> None:
@@ -137,7 +137,7 @@ class TestHidden:
             assert child.stdout is not None
             assert child.stdout.readline() == b"\n"
             assert Path(f"/proc/{child.pid}/ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink()
-            assert namespaces.hidden(child.pid, directories) == directories
+            assert foreign_files.hidden(child.pid, directories) == directories
             child.communicate(timeout=10)
 
     def test_not_there_yet(self, directories: list[Path]) -> None:
@@ -154,7 +154,7 @@ class TestHidden:
         assert self.hidden(f"mount -t tmpfs none {first}", [short_tmp / "link"]) == []
         child = subprocess.Popen(["true"])
         child.wait()
-        assert namespaces.hidden(child.pid, directories) == []
+        assert foreign_files.hidden(child.pid, directories) == []
 
 
 def test_cgroup_namespace() -> None:

@@ -15,8 +15,8 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.model import Known, ProcessIdentity, Unknown
-from mpsd.system.processes import proc, process_table
+from mpsd.core.model import ProcessIdentity
+from mpsd.system.processes import foreign_files, proc, process_table
 from mpsd.system.processes.proc import start_ticks
 from tests.harness import look_at, wait_until
 
@@ -47,19 +47,20 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
     """The kernel's facts are returned: identity, uid, executable, arguments, CUDA's part of the environment."""
     variables = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_LOG_DIRECTORY": "/log", "SECRET": "x"}
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, **variables) as process:
-        each = proc.details(process.pid)
+        each = foreign_files.details(process.pid, Path(sys.executable))
         assert each is not None
         assert each.identity == ProcessIdentity(process.pid, start_ticks(process.pid) or 0)
         assert each.uid == os.getuid()
         assert each.executable == os.path.realpath(sys.executable)
         assert each.arguments == ("nvidia-cuda-mps-control", "-c", WAITS, "-f")
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-1"}
-        assert each.variables == Known({**environment, "CUDA_MPS_LOG_DIRECTORY": "/log"})
+        assert each.variables == {**environment, "CUDA_MPS_LOG_DIRECTORY": "/log"}
+        assert each.runs
         # The start is exact to a hundredth of a second, the kernel's tick; the bound allows for a busy machine.
         assert abs(each.started - datetime.now(UTC)) < timedelta(minutes=1)
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
-        assert proc.details(process.pid) is None
+        assert foreign_files.details(process.pid, Path(sys.executable)) is None
 
 
 OVERWRITES: Final = """
@@ -98,16 +99,16 @@ def test_environment(environment: dict[str, str], area: bytes | None, expected: 
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = proc.environment_of(process.pid, "A".__eq__)
+        found = foreign_files.environment(process.pid, ["A"])
         if expected is None:
-            assert isinstance(found, Unknown)
-            assert f"/proc/{process.pid}/environ cannot be read" in found.reason
+            assert isinstance(found, str)
+            assert f"/proc/{process.pid}/environ cannot be read" in found
         else:
-            assert found == Known(expected)
+            assert found == expected
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
-        assert proc.environment_of(process.pid, "A".__eq__) is None
-    assert proc.environment_of(process.pid, "A".__eq__) is None
+        assert foreign_files.environment(process.pid, ["A"]) is None
+    assert foreign_files.environment(process.pid, ["A"]) is None
 
 
 def test_which_program_it_runs(tmp_path: Path) -> None:
@@ -117,11 +118,11 @@ def test_which_program_it_runs(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copyfile(sys.executable, copy)
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
-        assert proc.runs(process.pid, Path(sys.executable))
-        assert proc.runs(process.pid, script)
-        assert not proc.runs(process.pid, copy)
-        assert not proc.runs(process.pid, tmp_path / "absent")
-    assert not proc.runs(process.pid, Path(sys.executable))
+        assert foreign_files.runs(process.pid, Path(sys.executable))
+        assert foreign_files.runs(process.pid, script)
+        assert not foreign_files.runs(process.pid, copy)
+        assert not foreign_files.runs(process.pid, tmp_path / "absent")
+    assert not foreign_files.runs(process.pid, Path(sys.executable))
 
 
 def test_sessions(tmp_path: Path) -> None:
@@ -146,31 +147,35 @@ def test_sessions(tmp_path: Path) -> None:
     wait_until(lambda: not process_table.in_sessions([identity]), what="it to be gone")
 
 
+def leader() -> ProcessIdentity | None:
+    return foreign_files.leader_with(process_table.session_leaders(), "TOKEN", "abc")
+
+
 def test_leader_with() -> None:
     """A process with a unique variable is found if it leads its session."""
     command = [sys.executable, "-I", "-S", "-c", WAITS]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {"TOKEN": "abc"}}
     with subprocess.Popen(command, **options) as member:  # type: ignore[call-overload]
         assert member.stdout.readline() == b"\n"
-        assert process_table.leader_with("TOKEN", "abc") is None
-        with subprocess.Popen(command, start_new_session=True, **options) as leader:  # type: ignore[call-overload]
-            wait_until(
-                lambda: process_table.leader_with("TOKEN", "abc") == proc.identify(leader.pid), what="it to be found"
-            )
-            assert process_table.leader_with("TOKEN", "ab") is None
+        assert leader() is None
+        with subprocess.Popen(command, start_new_session=True, **options) as its:  # type: ignore[call-overload]
+            wait_until(lambda: leader() == proc.identify(its.pid), what="it to be found")
+            assert foreign_files.leader_with([its.pid], "TOKEN", "ab") is None
 
 
-def test_started_with() -> None:
-    """Processes started with a value of a variable are found among others, if they have the uid of that value."""
+def test_carriers() -> None:
+    """Processes of a uid that were started with a value of a variable are found among others."""
     own, bare = os.getuid(), {"PATH": os.environ["PATH"]}
     with (
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "mine"}) as mine,
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "another"}) as another,
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARKED": "mine"}) as other,
     ):
-        found = process_table.started_with("MARK", {"mine": own, "nobody's": own})
+        found = foreign_files.carriers(own, "MARK", ["mine", "nobody's"]).by_token
         assert {value: [each.pid for each in processes] for value, processes in found.items()} == {"mine": [mine.pid]}
-        assert process_table.started_with("MARK", {"mine": own + 1}) == {}
+        assert foreign_files.carriers(own + 1, "MARK", ["mine"]).by_token == {}
+        pids = [mine.pid, another.pid, other.pid]
+        assert foreign_files.started_with(pids, "MARK", "mine") == [(mine.pid, "")]
         for each in (mine, another, other):
             each.communicate()
 
@@ -215,11 +220,11 @@ def test_facts_about_one_process() -> None:
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
     """To a caller that may not inspect it, another user's process is unknown, and not gone."""
     program = (
-        "import os, sys; from pathlib import Path; from mpsd.system.processes import proc;"
+        "import os, sys; from pathlib import Path; from mpsd.system.processes import foreign_files, proc;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
         "pid = int(sys.argv[1]);"
-        "print(proc.runs(pid, Path('/bin/sh')), proc.effective_uid(pid), flush=True);"
-        "proc.details(pid)"
+        "print(foreign_files.runs(pid, Path('/bin/sh')), proc.effective_uid(pid), flush=True);"
+        "foreign_files.details(pid, Path(sys.executable))"
     )
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
         done = subprocess.run(

@@ -1,5 +1,6 @@
 """The process and user at the other end of a unix socket, as the kernel reports them."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -13,7 +14,8 @@ import pytest
 
 from mpsd.core.errors import NotPermittedError
 from mpsd.system import clock
-from mpsd.system.host.configuration import read_configuration
+from mpsd.system.host.configuration import read_configuration, with_names
+from mpsd.system.processes import foreign_files
 from mpsd.system.processes.proc import start_ticks
 from mpsd.system.sockets import credentials
 from mpsd.system.sockets.credentials import PeerCredentials
@@ -96,7 +98,7 @@ def test_groups_that_cannot_be_read() -> None:
 class TestNames:
     def test_look_up(self) -> None:
         """Users and groups are separate databases; an unknown name is reported, whatever its characters."""
-        found = credentials.look_up(["root", "%root", "%no-such", "no-such", "\udcff", "a\0b"])
+        found = foreign_files.look_up(["root", "%root", "%no-such", "no-such", "\udcff", "a\0b"])
         assert (found.uids, found.gids) == ({"root": 0}, {"root": 0})
         assert found.unknown == ("%no-such", "no-such", "\udcff", "a\0b")
 
@@ -104,7 +106,7 @@ class TestNames:
         """Names are looked up when a configuration is read; numbers and `*` are not."""
         path = short_tmp / "mpsd.toml"
         path.write_text('[roles]\nusers = ["*", "12", "%34"]\nadmins = ["nobody"]\n[quota."%gone"]\n[quota."7"]\n')
-        names = read_configuration(path).names
+        names = asyncio.run(with_names(read_configuration(path))).names
         assert (names.uids, names.gids, names.unknown) == ({"nobody": NOBODY}, {}, ("%gone",))
 
 

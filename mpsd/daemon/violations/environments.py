@@ -1,0 +1,78 @@
+"""The variables that clients were started with: read once for each client, beside the loop."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from mpsd.core.enforcement import violations
+from mpsd.core.enforcement.attribution import LEASE, TOKEN
+from mpsd.core.model import ProcessIdentity, Reading, Unknown
+from mpsd.core.signal import Signal
+from mpsd.system import clock
+from mpsd.system.processes import foreign_files, proc
+from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
+
+_VARIABLES: Final = [*violations.VARIABLES, LEASE, TOKEN]
+"""The variables that are read from a client's environment."""
+
+_AGAIN: Final = 10.0
+"""Seconds until an environment is read again that did not come in time."""
+
+_UNREAD: Final = Unknown("its environment is being read")
+
+
+class Environments:
+    """The environments of the present clients."""
+
+    def __init__(self, reader: ForeignReader) -> None:
+        self.arrived = Signal[()]()
+        """Another environment is known, or known to be unknown."""
+        self._reader = reader
+        self._found: dict[ProcessIdentity, Reading[Mapping[str, str]] | None] = {}
+        self._again: dict[ProcessIdentity, float] = {}
+        """When those are read again that did not come in time (monotonic clock)."""
+        self._reading: dict[ProcessIdentity, asyncio.Task[None]] = {}
+
+    def of(self, identity: ProcessIdentity) -> Reading[Mapping[str, str]] | None:
+        """Return the environment of a client, as far as it is known by now; None for one that has ended."""
+        due = self._again.get(identity)
+        if identity not in self._reading and (identity not in self._found or (due and clock.monotonic() >= due)):
+            self._reading[identity] = asyncio.get_running_loop().create_task(self._read(identity))
+        return self._found.get(identity, _UNREAD)
+
+    def is_unread(self, identity: ProcessIdentity) -> bool:
+        """Tell whether the environment of a client is read for the first time: nothing is said of such a client yet."""
+        return identity in self._reading and identity not in self._found
+
+    def forget_all_but(self, clients: Collection[ProcessIdentity]) -> None:
+        self._found = {each: found for each, found in self._found.items() if each in clients}
+        self._again = {each: due for each, due in self._again.items() if each in clients}
+
+    async def finish(self, uid: int) -> bool:
+        """Wait for the environments of a user's clients that are being read; tell whether there were any."""
+        reading = [task for each, task in self._reading.items() if proc.real_uid(each.pid) == uid]
+        if reading:
+            await asyncio.wait(reading)
+        return bool(reading)
+
+    def close(self) -> None:
+        """Read no more."""
+        for each in self._reading.values():
+            each.cancel()
+
+    async def _read(self, identity: ProcessIdentity) -> None:
+        try:
+            owner = owner_of(identity.pid)
+            answer = await self._reader.ask(owner, foreign_files.environment, identity.pid, _VARIABLES)
+        except OSError as error:
+            answer = Unknown(f"/proc/{identity.pid}/environ cannot be read: {error.strerror}")
+        finally:
+            del self._reading[identity]
+        self._again.pop(identity, None)
+        if isinstance(answer, Unknown):
+            self._again[identity] = clock.monotonic() + _AGAIN
+            answer = Unknown(f"/proc/{identity.pid}/environ cannot be read: {answer.reason}")
+        # The check of the start time comes last: then what was read by this pid was that of the client.
+        found = foreign_files.known_of(answer)
+        self._found[identity] = found if proc.may_live(identity) else None
+        self.arrived.send()

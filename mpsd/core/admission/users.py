@@ -221,13 +221,15 @@ def _check_alone(quota: Quota, worth: Amount) -> None:
 def within_gpu_count(quota: Quota, request: LeaseRequest, leases: Iterable[Lease]) -> LeaseRequest:
     """Return a request that leaves its user on no more GPUs than its quota; `leases` are all of that user.
 
-    A waiting lease counts as GPUs of its own, unless it can only be granted on those that the user has. A request for
-    which no other GPU is left is restricted to those, too. Raises QuotaError.
+    A GPU that a waiting lease names counts as one that the user has; another waiting lease counts as GPUs of its own,
+    unless it can only be granted on those. A request for which no other GPU is left is restricted to those, too.
+    Raises QuotaError.
     """
     if quota.gpu_count is None:
         return request
     leases = tuple(leases)
     has = {share.gpu for lease in leases for share in lease.shares}
+    has |= {each.request.gpu for each in leases if not each.shares and each.request.gpu != "any"}
     awaited = sum(each.request.gpus for each in leases if not (each.shares or _is_on(has, each.request)))
     if _is_on(has, request) or len(has) + awaited + request.gpus <= quota.gpu_count:
         return request

@@ -166,11 +166,14 @@ def test_gpu_count(line: Line) -> None:
     assert line.granted(uid=ANN, threads=0.1, memory="1MiB")["gpus"] == kept["gpus"]
     other = line.granted(uid=BOB, **SMALL)
     assert other["gpus"] != kept["gpus"]
-    # A request that waits counts for a GPU of its own, unless it can only be granted on one that the user has.
+    # A request that waits for any GPU counts for a GPU of its own; several that wait for one GPU count once.
     line.waits(uid=ANN, threads=100, memory="1GiB")
     _, elsewhere = line.waits(uid=CAT, threads=100, memory="1GiB")
     over(line.ask(uid=CAT, **SMALL), "gpu_count")
     line.release(elsewhere)
+    waiting = [line.waits(uid=CAT, threads=100, memory="1GiB", gpu=other["gpus"][0]) for _ in range(2)]
+    for _, each in waiting:
+        line.release(each)
     line.release(other)
     assert line.granted(uid=CAT, **SMALL)["gpus"] == other["gpus"]
 

@@ -158,16 +158,19 @@ class _Program:
         child.output += piece
         if piece and len(child.output) <= MOST_BYTES:
             return
-        # The pipe has ended, so the child ends or has been killed; or it says too much.
-        os.kill(child.pid, signal.SIGKILL)
-        os.waitpid(child.pid, 0)
+        # The pipe has ended with the child, or the child says too much. The answer of one that was killed, as for lack of
+        # memory, may be a part.
+        if piece:
+            os.kill(child.pid, signal.SIGKILL)
+        _, status = os.waitpid(child.pid, 0)
         os.close(child.pipe)
         del self._children[child.request.owner]
-        if not child.answered:
-            is_whole = not piece and child.output
-            self._send(
-                child.output if is_whole else _encoded(Answer(child.request.number, unknown="its reader failed"))
-            )
+        if child.answered:
+            return
+        if status:
+            self._answer(Answer(child.request.number, unknown="its reader failed"))
+        else:
+            self._send(child.output)
 
     def _answer(self, answer: Answer) -> None:
         self._send(_encoded(answer))
@@ -190,7 +193,7 @@ def _be_child(request: Request, pipe: int) -> None:
     status = 1
     try:
         os.dup2(pipe, 0)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX") if pipe < 1 << 16 else pipe + 1)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         # Without its program, as mpsd was killed, nobody asks any more.
         with contextlib.suppress(BrokenPipeError), open(0, "wb", closefd=False) as output:
             output.write(_encoded(_result(request)))

@@ -173,7 +173,8 @@ def test_end_that_comes_late(make_node: Start) -> None:
         ended = event(node, "canary_ended", cause="terminate_client")
         assert ended["proof"] == "nothing"
         assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
-        wait_until(lambda: not is_running(stray.pid), what="it to end")
+        # The end looks again after ever longer pauses, of 5 s at most.
+        wait_until(lambda: not is_running(stray.pid), what="it to end", deadline=30)
     next_ready(node, "gpu0", before)
 
 

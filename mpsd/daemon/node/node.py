@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
+from typing import Final
 
 from msgspec import structs
 
@@ -14,7 +16,7 @@ from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Claim, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import Claim, Inventory, Lease, LeaseRequest, LeaseState, Owner, Reading, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings, Users
@@ -36,6 +38,9 @@ from mpsd.system import clock
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment
 from mpsd.system.processes.foreign_reader import ForeignReader
+
+_LAST_HOLDERS: Final = 1.0
+"""Seconds for what is asked about holders as mpsd ends: any of them can make that take longer."""
 
 
 class Node:
@@ -64,6 +69,8 @@ class Node:
         self._pipe_access, self._endings, self._log = pipe_access, endings, log
         self._lacks = Lacks(log, "the offers of the GPUs")
         self._stopping = False
+        self._asked = set[asyncio.Future[None]]()
+        """Each is done when what is asked about the holder of a request is known."""
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -223,8 +230,10 @@ class Node:
                 with contextlib.suppress(StorageError):
                     await self.leases.release(lease.id, f"{holders.who_said(who)} is quarantined")
 
-    def leave(self) -> None:
-        """Stop admission: mpsd is about to exit."""
+    async def leave(self) -> None:
+        """Stop admission: mpsd is about to exit. A request whose holder is asked about now is decided first."""
+        if self._asked:
+            await asyncio.wait(self._asked, timeout=_LAST_HOLDERS)
         self._stopping = True
         self.leases.leave()
 
@@ -272,13 +281,11 @@ class Node:
         Raises what `Leases.admit` and `AdmissionChecks.check_request` do, RequestIdReusedError, and StoppingError.
         """
         # 1. What the holder can make take long is asked before anything is decided.
-        # 2. An mpsd that stops grants nothing, not even by repetition.
+        # 2. After that, an mpsd that stops grants nothing, not even by repetition.
         # 3. A repeated request gets the lease of the first one, whatever would refuse it now.
         # 4. The ledger learns the present offers, by which all later steps judge.
         # 5. The holder must be one that may have the lease, and can use it, before anything is granted.
-        elsewhere = await self._checks.elsewhere(named, self.offers())
-        if self._stopping:
-            raise stopping()  # not logged: a waiting caller asks again and again
+        elsewhere = await self._elsewhere(named)
         try:
             earlier = self._earlier(request, owner.uid, named if is_named else None)
             if earlier is None:
@@ -292,6 +299,19 @@ class Node:
             return await self.leases.answer(earlier, has_left)
         return await self.leases.admit(request, owner, named, wait=wait, ttl=ttl, has_left=has_left)
 
+    async def _elsewhere(self, named: NamedHolder | Claim) -> Reading[list[Path]]:
+        """Return what `AdmissionChecks.elsewhere` does. Raises StoppingError."""
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.add(asked)
+        try:
+            found = await self._checks.elsewhere(named, self.offers())
+        finally:
+            self._asked.discard(asked)
+            asked.set_result(None)
+        if self._stopping:
+            raise stopping()  # not logged: a waiting caller asks again and again
+        return found
+
     def _earlier(self, request: LeaseRequest, uid: int, named: NamedHolder | Claim | None) -> Lease | None:
         """Return the lease that a request got before. Raises RequestIdReusedError."""
         if not request.request_id:
@@ -304,9 +324,9 @@ class Node:
         """Let a holder take a claim for its owner, as if that owner had requested the lease.
 
         A holder that has taken it already gets the lease again. Raises what `Claims.take` and
-        `AdmissionChecks.check_taker` do.
+        `AdmissionChecks.check_taker` do, and StoppingError.
         """
-        elsewhere = await self._checks.elsewhere(named, self.offers())
+        elsewhere = await self._elsewhere(named)
         try:
             lease = self.leases.claims.granted(lease_id)
             ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)

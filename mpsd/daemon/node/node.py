@@ -31,6 +31,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.admission_checks import AdmissionChecks
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.unleased import UnleasedClients
+from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMonitor
@@ -39,8 +40,8 @@ from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment
 from mpsd.system.processes.foreign_reader import ForeignReader
 
-_LAST_HOLDERS: Final = 1.0
-"""Seconds for what is asked about holders as mpsd ends: any of them can make that take longer."""
+_LAST_ANSWERS: Final = 1.0
+"""Seconds for what others are asked as mpsd ends: any of them can make that take longer."""
 
 
 class Node:
@@ -70,7 +71,7 @@ class Node:
         self._lacks = Lacks(log, "the offers of the GPUs")
         self._stopping = False
         self._asked = set[asyncio.Future[None]]()
-        """Each is done when what is asked about the holder of a request is known."""
+        """Each is done when what others are asked for a request is known."""
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -86,6 +87,7 @@ class Node:
         self.violation_monitor = ViolationMonitor(
             leases, endings, settings=settings, quarantine=quarantine, client_record=record, reader=reader, log=log
         )
+        self.user_groups = UserGroups(reader)
         self._checks = AdmissionChecks(
             leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, reader=reader, log=log
         )
@@ -231,9 +233,9 @@ class Node:
                     await self.leases.release(lease.id, f"{holders.who_said(who)} is quarantined")
 
     async def leave(self) -> None:
-        """Stop admission: mpsd is about to exit. A request whose holder is asked about now is decided first."""
+        """Stop admission: mpsd is about to exit. Requests for which others are asked now are decided first."""
         if self._asked:
-            await asyncio.wait(self._asked, timeout=_LAST_HOLDERS)
+            await asyncio.wait(self._asked, timeout=_LAST_ANSWERS)
         self._stopping = True
         self.leases.leave()
 
@@ -285,7 +287,7 @@ class Node:
         # 3. A repeated request gets the lease of the first one, whatever would refuse it now.
         # 4. The ledger learns the present offers, by which all later steps judge.
         # 5. The holder must be one that may have the lease, and can use it, before anything is granted.
-        elsewhere = await self._elsewhere(named)
+        elsewhere, user = await self._asked_first(named, user)
         try:
             earlier = self._earlier(request, owner.uid, named if is_named else None)
             if earlier is None:
@@ -299,18 +301,21 @@ class Node:
             return await self.leases.answer(earlier, has_left)
         return await self.leases.admit(request, owner, named, wait=wait, ttl=ttl, has_left=has_left)
 
-    async def _elsewhere(self, named: NamedHolder | Claim) -> Reading[list[Path]]:
-        """Return what `AdmissionChecks.elsewhere` does. Raises StoppingError."""
+    async def _asked_first(
+        self, named: NamedHolder | Claim, user: UserIdentity
+    ) -> tuple[Reading[list[Path]], UserIdentity]:
+        """Return what others are asked for before a decision. Raises StoppingError."""
         asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked.add(asked)
         try:
-            found = await self._checks.elsewhere(named, self.offers())
+            elsewhere = await self._checks.elsewhere(named, self.offers())
+            user = await self.user_groups.complete(user, self.settings.current)
         finally:
             self._asked.discard(asked)
             asked.set_result(None)
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again
-        return found
+        return elsewhere, user
 
     def _earlier(self, request: LeaseRequest, uid: int, named: NamedHolder | Claim | None) -> Lease | None:
         """Return the lease that a request got before. Raises RequestIdReusedError."""
@@ -326,7 +331,7 @@ class Node:
         A holder that has taken it already gets the lease again. Raises what `Claims.take` and
         `AdmissionChecks.check_taker` do, and StoppingError.
         """
-        elsewhere = await self._elsewhere(named)
+        elsewhere, user = await self._asked_first(named, user)
         try:
             lease = self.leases.claims.granted(lease_id)
             ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)

@@ -110,7 +110,7 @@ class ServerHealth:
 
         went = service.under_load(restart)
         assert not went["wrong"], went["wrong"]
-        assert went["times"] > 40
+        assert went["times"] > 20, went  # more than one for each restart
         assert machine.path("/run/mpsd/mpsd.sock").stat().st_ino == socket
         assert log.stat().st_size > written  # by a control daemon in the sandbox of an mpsd that has ended
 

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -93,7 +93,13 @@ def _hang(file: Path) -> mmap.mmap:
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     memory = os.open("/proc/self/mem", os.O_RDONLY)
     first, second = threading.Event(), threading.Event()
-    reads = threading.Thread(target=lambda: first.wait() and os.pread(memory, 1, address), daemon=True)
+
+    def read() -> None:
+        first.wait()
+        with suppress(OSError):  # the file system is gone
+            os.pread(memory, 1, address)
+
+    reads = threading.Thread(target=read, daemon=True)
     map_memory = ctypes.CDLL(None).mmap  # lets other threads of Python run, as the module mmap does not
     new = None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
     maps = threading.Thread(target=lambda: second.wait() and map_memory(*new), daemon=True)

@@ -40,6 +40,8 @@ class UserIdentity:
 
     uid: int
     gids: frozenset[int] = frozenset()
+    is_certain: bool = True
+    """Whether all groups are known that count for a quota."""
 
     def is_called(self, name: str, names: UserNames) -> bool:
         """Tell whether a user, a %group or * denotes this user.

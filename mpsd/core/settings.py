@@ -450,7 +450,7 @@ class Quota:
         None,
         setting_parsers.count,
         "Maximum number of GPUs on which the user has leases at a time, and on which its waiting requests may be"
-        " granted. A request that could get a further GPU is granted on a GPU that the user has.",
+        " granted. A request that could get a further GPU is granted on one of those.",
     )
 
 

@@ -234,9 +234,10 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     # 6. control daemons that end at once.
     notifier = ServiceNotifier(plan.manager, node, log)
     reload = partial(_reload, plan, node, notifier, log, asyncio.Lock())
-    collector = Collector(node, log)
     listening, withdraw = _listen(plan, log)
-    dispatcher = Dispatcher(ROUTES, Handlers(node, events, accountant, collector, reload), node.settings, log)
+    collector = Collector(node, log)
+    handlers = Handlers(node, events, accountant, collector, reload)
+    dispatcher = Dispatcher(ROUTES, handlers, user_groups=node.user_groups, settings=node.settings, log=log)
     api = Listener(dispatcher.receive, listening, node.settings, log)
     over, at_once, hang_up = _heed_signals()
     log.info(EventName.NODE_STARTED, **_facts(plan), simulated=plan.simulated)
@@ -244,8 +245,8 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
         async with asyncio.TaskGroup() as group:
             endpoint = Endpoint(node, collector, log)
             parts = (node.run(), accountant.run(node, events), notifier.run(), events.run(), endpoint.run())
-            followers = (_renew_names(node.settings, plan.reader, log), _reload_on(hang_up, reload))
-            tasks = [group.create_task(each) for each in (*parts, *followers)]
+            follow = (_renew_names(node.settings, plan.reader, log), _reload_on(hang_up, reload))
+            tasks = [group.create_task(each) for each in (*parts, *follow)]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
@@ -255,9 +256,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             await asyncio.sleep(0)
             notifier.ready()
             plan.announce()
-            if plan.stop_now:
-                over.set()
-            await over.wait()
+            await _end_of(over, at_once=plan.stop_now)
             notifier.stopping()
             log.info(EventName.NODE_STOPPING, stop_daemons=plan.stop_daemons)
             if plan.manager.listener is not None and plan.stop_daemons is StopDaemons.NEVER:
@@ -283,6 +282,13 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
         await api.empty(_SHUTDOWN)
         listening.close()
         plan.manager.close()
+
+
+async def _end_of(over: asyncio.Event, *, at_once: bool) -> None:
+    """Wait until mpsd is told to end; an mpsd that only stops control daemons is from the start."""
+    if at_once:
+        over.set()
+    await over.wait()
 
 
 def _facts(plan: Plan) -> dict[str, str]:

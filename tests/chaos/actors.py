@@ -14,7 +14,7 @@ from mpsd.simulator import client
 from tests.chaos.messages import request
 from tests.daemon.helpers import is_running
 from tests.driven_program import DrivenProgram
-from tests.harness import look_at, wait_until
+from tests.harness import Running, look_at, wait_until
 from tests.node import Answer, Node
 from tests.simulated_clients import WAITS, variables
 
@@ -144,10 +144,13 @@ def front_ends(node: Node) -> list[int]:
     A child that has not become its program yet is left out: mpsd waits for that moment, and stops with the child.
     """
     mpsd = look_at(node.pid)
-    children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text(encoding="ascii").split()
-    found = [each for each in map(look_at, map(int, children)) if each is not None]
-    found = [each for each in found if mpsd is not None and each.command != mpsd.command]
+    found = [each for each in _children(node.pid) if mpsd is not None and each.command != mpsd.command]
     return [each.pid for each in found if not each.command.endswith(" -f") and " -f " not in each.command]
+
+
+def _children(pid: int) -> list[Running]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    return [each for each in map(look_at, map(int, children)) if each is not None]
 
 
 def signalled(pid: int | None, number: signal.Signals) -> bool:
@@ -166,6 +169,8 @@ def figures(pid: int) -> tuple[Counter[str], int]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor was closed meanwhile
             kinds[os.readlink(link).partition("[")[0]] += 1  # noqa: PTH115 - most of these are no paths
+    if any("reader_program" in each.command for each in _children(pid)):
+        kinds -= Counter({"anon_inode:": 1, "socket:": 1})  # it ends some seconds after its last use
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return kinds, pages * os.sysconf("SC_PAGESIZE") >> 20
 

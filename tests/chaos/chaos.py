@@ -59,6 +59,8 @@ class Chaos:
     frozen: list[int] = field(default_factory=list)
     kills: int = 0
     """How often mpsd was killed."""
+    starts: list[float] = field(default_factory=list)
+    """Seconds until mpsd answered after each."""
     ends: tuple[str, ...] = ("admission", "drain", "restart", "nothing", "ask it to end")
     """The actions during which mpsd may be killed."""
     between: int = 8
@@ -324,7 +326,9 @@ class Chaos:
         self._thaw()
         if self.dice.random() < 0.3:
             self._gone(self.dice.choice([Member.leave, Member.cut_down]))
+        begun = time.monotonic()
         self.node.start(ready=False)
+        self.starts.append(time.monotonic() - begun)
 
     def _kill_while(self, request: Request) -> None:
         """Kill mpsd during a request, or just after its answer."""

@@ -13,7 +13,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +27,12 @@ from tests.chaos.honest_user import Plan
 from tests.chaos.hostile_records import HONEST, HostileRecords
 from tests.chaos.latency import Latency
 from tests.chaos.records import now
-from tests.chaos.users import HonestUser, HostileUser, stop
+from tests.chaos.users import HonestUser, HostileUser, one_core, stop
+from tests.daemon.caller import Caller
+from tests.hanging import hang, hanging
 from tests.harness import wait_until
+from tests.security.test_strangers import ANN, CONTAINER, OWN_PIDS, ROOT_OF
+from tests.simulated_clients import variables
 
 STRANGERS: Final = (61301, 61302)
 """Uids that never have a lease."""
@@ -46,6 +52,8 @@ outside = "report"
 [admission]
 patience = 2.0
 hang_up_grace = 3.0
+[metrics]
+listen = "127.0.0.1:{port}"
 """
 """Policy ends every kind of violation, except for clients that found no control daemon, since MPS itself lets those
 pass.
@@ -54,10 +62,18 @@ pass.
 MANY: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "many"')
 """The same where users share a control daemon."""
 
+ONE: Final = f"{CONFIG}[quota.'*']\ngpu_count = 1\n"
+"""The same where a user has a control daemon alone, and so may keep one GPU."""
+
 ROOT_KILLS: Final = 2
 """How often chaos kills one control daemon within `SHORT`; at `daemon.deaths` the GPU would be given up."""
 
 SHORT: Final = 65.0
+
+ROOTS: Final = (0, ANN)
+"""The uids of those that are root in a container."""
+
+MOST_ROOTS, MOST_HANGING = 3, 3
 
 SMALL: Final = 5
 """Percent of the threads of a hostile user's lease, small enough to leave room for others."""
@@ -67,16 +83,20 @@ SMALL: Final = 5
 class Hostile(Chaos):
     """A node under chaos, its honest users, and its hostile users."""
 
+    port: int = 0
+    """The port of the metrics."""
     many: bool = False
     """Whether users share a control daemon, so that hostile ones have access beside honest ones."""
     users: list[HonestUser] = field(default_factory=list)
     hostile: dict[int, HostileUser] = field(default_factory=dict)
+    roots: list[Caller] = field(default_factory=list)
+    """Callers that are root in containers."""
     planted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Start the records, and set the frequency of each step."""
         super().__post_init__()
-        self.daemons, self.outlaws = tuple(HONEST), frozenset((*STRANGERS, *HOLDERS))
+        self.daemons, self.outlaws = tuple(HONEST), frozenset((*STRANGERS, *HOLDERS, *ROOTS))
         self.between = 40
         self.ends = ("admission", "nothing", "ask it to end")
         self.latency = Latency()
@@ -89,6 +109,13 @@ class Hostile(Chaos):
         self.steps |= {"send_bytes": 5, "command": 5, "crash": 4, "own_waits": 3, "pardon": 2}
         if self.clients:
             self.steps |= {"attach": 8, "leave": 2, "work": 4, "hostile_clients": 4}
+        self.steps |= {"mounts": 3, "reports": 3, "pose_as_pod": 2, "tiny": 2, "idle": 2, "stop_own": 4, "contain": 3}
+        if Path("/dev/fuse").exists():
+            self.steps["hang"] = 3
+        self._at_end = ExitStack()
+        self._confine = self._at_end.enter_context(one_core())
+        self._hanging: list[ExitStack] = []
+        self._scrapes: list[float] = []
         self._folder = self.node.root.parent / "hostile"
         self._folder.mkdir()
         self._folder.chmod(0o755)
@@ -106,6 +133,7 @@ class Hostile(Chaos):
         for uid in (*STRANGERS, *HOLDERS):
             if uid not in self.hostile:
                 self.hostile[uid] = HostileUser(uid, self.node.socket)
+                self._confine(self.hostile[uid].pid)
         for user in self.users:
             user.go_on()
         super().happens()
@@ -138,6 +166,10 @@ class Hostile(Chaos):
         # No request waits, and no lease expires, for as long as another step could last.
         bounded = {"wait": self.dice.choice([0.2, 3.0])} if "wait" in more else {}
         return {**super()._asked(member, **more), "ttl": None, **bounded}
+
+    def _let_go(self, member: Member, way: Callable[[Member], None]) -> None:
+        super()._let_go(member, way)
+        self.records.died.setdefault(member.lease, now())
 
     def release(self) -> None:
         """End a lease whose holder is no client, and will not become one: policy ends clients without a lease."""
@@ -228,9 +260,9 @@ class Hostile(Chaos):
     def _holder(self) -> HostileUser:
         return self.hostile[self.dice.choice(HOLDERS)]
 
-    def _held(self) -> list[dict[str, Any]]:
+    def _held(self, uids: Collection[int] = HOLDERS) -> list[dict[str, Any]]:
         said = self.node.leases()
-        return [each for each in said if each["owner"]["uid"] in HOLDERS and each["state"] in {"granted", "active"}]
+        return [each for each in said if each["owner"]["uid"] in uids and each["state"] in {"granted", "active"}]
 
     def _target(self) -> tuple[HostileUser, str]:
         """Return a hostile user, and a control daemon to which it has access if there is one."""
@@ -261,7 +293,13 @@ class Hostile(Chaos):
             user.act("ask", method="DELETE", path=f"/v1/leases/{lease['id']}")
 
     def end_hostile(self) -> None:
-        self.hostile.pop(self.dice.choice([*self.hostile])).close()
+        self._leaves(self.hostile[self.dice.choice([*self.hostile])])
+
+    def _leaves(self, user: HostileUser) -> None:
+        """End a user with all of its processes, and note which leases are to end."""
+        held = [each["id"] for each in self._held() if each["owner"]["pid"] == user.pid]
+        self.records.died |= dict.fromkeys(held, now())
+        self.hostile.pop(user.uid).close()
 
     def write_log(self) -> None:
         """Write into the FIFO of a log, or fill it."""
@@ -318,13 +356,13 @@ class Hostile(Chaos):
 
     def crash(self) -> None:
         """Crash a control daemon in the way that a holder with access could, by bytes that it cannot parse."""
-        if held := self._held():
+        if held := self._held(self.outlaws):
             number = self.dice.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL])
             signalled(self._pid(self.dice.choice(held)["daemon"]), number)
 
     def pardon(self) -> None:
-        for uid in HOLDERS:
-            self.node.request("DELETE", f"/v1/quarantines/{uid}")
+        for named in (*(f"/{uid}" for uid in (*HOLDERS, ANN)), "?cgroup=/"):
+            self.node.request("DELETE", f"/v1/quarantines{named}")
 
     def own_waits(self) -> None:
         """Wait for a lease that the user's own leases obstruct."""
@@ -337,6 +375,77 @@ class Hostile(Chaos):
         user, daemon = self._target()
         variables = {VARIABLE: f"{self.node.root}/run/simulated", "CUDA_MPS_PIPE_DIRECTORY": self._directory(daemon)}
         user.act("clients", variables=variables, count=self.dice.randint(1, 3))
+
+    def hang(self) -> None:
+        """Run a process that never finishes reading: a holder, a client, and a carrier of another lease's token."""
+        if len(self._hanging) >= MOST_HANGING:
+            self._hanging.pop(0).close()
+        uid, daemon = self.dice.choice(HOLDERS), f"gpu{self.dice.choice('22201')}"
+        carried = [each for each in self._held() if each["owner"]["uid"] == uid]
+        where = {**variables(self.node, daemon)}
+        if carried:
+            where |= self.node.get(f"/v1/leases/{self.dice.choice(carried)['id']}").json.get("env", {})
+        with ExitStack() as opened:
+            directory = self.node.root.parent / f"silent-{self._seed():08x}"
+            client = opened.enter_context(hanging(directory, uid, where))
+            self._confine(client.pid)
+            body = {"threads": 1, "memory": "1MiB", "gpu": daemon.removeprefix("gpu"), "pid": client.pid}
+            self.node.request("POST", "/v1/leases", body)
+            if self.clients:
+                client.do("init")
+            hang(client)
+            self._hanging.append(opened.pop_all())
+
+    def mounts(self) -> None:
+        self._holder().act("mounts", count=self.dice.choice([300, 5000]), requests=self.dice.choice([10, 300]))
+
+    def reports(self) -> None:
+        """Request the largest reports that mpsd answers, and larger ones, as many at a time as a user may."""
+        paths = [
+            "/v1/history?by=lease&step=1",
+            "/v1/history?by=lease&since=600&step=10",
+            "/v1/history?by=lease&totals=true",
+            "/v1/history?by=user&since=3600&step=1",
+            "/v1/leases",
+            "/metrics",
+        ]
+        self._anybody().act("reports", paths=self.dice.choices(paths, k=12))
+
+    def pose_as_pod(self) -> None:
+        granted = self._holder().act("pose_as_pod", seed=self._seed())
+        assert not {201, 500} & set(granted), granted
+
+    def tiny(self) -> None:
+        self._holder().act("tiny")
+
+    def idle(self) -> None:
+        """Occupy the metrics port, at which a scrape is answered nevertheless."""
+        self._anybody().act("idle", port=self.port, count=48)
+        begun = time.monotonic()
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            assert answer.status == 200
+        self._scrapes.append(time.monotonic() - begun)
+
+    def stop_own(self) -> None:
+        """Stop one's own servers, clients and front-ends, and a holder, and perhaps leave."""
+        user, _ = self._target()
+        user.act("stop", pids=self._servers())
+        if self.dice.random() < 0.3:
+            self._leaves(user)
+
+    def contain(self) -> None:
+        """Have root in a container request leases for itself, and for control groups that are not its own."""
+        if len(self.roots) >= MOST_ROOTS:
+            self.roots.pop(0).kill()
+        before = self.dice.choice([CONTAINER, ROOT_OF.format(flags=OWN_PIDS, uid=0)])
+        caller = Caller(self.node.socket, before=before)
+        self.roots.append(caller)
+        self._confine(caller.pid)
+        small = {"threads": 1, "memory": "1MiB", "gpu": "2"}
+        assert caller.admit(**small).status != 500
+        group = self.dice.choice(["/", "/system.slice", "/kubepods.slice", f"/proc/{self.node.pid}/cgroup"])
+        answer = caller.admit(**small, holder={"cgroup": group})
+        assert answer.status not in {201, 500}, answer.body
 
     # -- what is so ----------------------------------------------------------------------------------------------------
 
@@ -371,7 +480,7 @@ class Hostile(Chaos):
 
         def served() -> bool:
             self._attend()
-            if not self.many and any(each["daemon"] == daemon for each in self._held()):
+            if not self.many and any(each["daemon"] == daemon for each in self._held(self.outlaws)):
                 return True
             answer = self.node.request("POST", "/v1/leases", body)
             if answer.status != 201:
@@ -398,6 +507,10 @@ class Hostile(Chaos):
         for each in self.hostile.values():
             each.close()
         self.hostile.clear()
+        while self.roots:
+            self.roots.pop().kill()
+        while self._hanging:
+            self._hanging.pop().close()
 
     def close(self) -> None:
         self._end_hostile_users()
@@ -406,9 +519,16 @@ class Hostile(Chaos):
         for path in self.planted:
             Path(path).unlink(missing_ok=True)
         super().close()
+        self._at_end.close()
 
     def summary(self) -> Iterator[str]:
         yield from self.latency.lines()
+        for what, seconds in {
+            "starts of mpsd": self.starts,
+            "scrapes beside idle connections": self._scrapes,
+            "ends of leases after those of their holders": [*self.records.outlived.values()],
+        }.items():
+            yield f"{what}: {len(seconds)}, at most {max(seconds, default=0):.2f} s"
         served = dict.fromkeys(HONEST, 0)
         for lease in self.records.granted.values():
             served[lease["daemon"]] += 1

@@ -1,6 +1,7 @@
 """The records of an observer of a node with hostile users: honest users' reports, and events that must not occur."""
 
 import json
+from datetime import datetime
 from typing import Any, Final
 
 from tests.chaos.chaos import REFUSALS
@@ -32,6 +33,10 @@ class HostileRecords(Records):
         """The pids of honest users' processes, which policy must never end."""
         self._ended: set[int] = set()
         """The pids of honest users' processes that chaos has ended."""
+        self.died: dict[str, datetime] = {}
+        """The leases whose holder has ended, with the time."""
+        self.outlived: dict[str, float] = {}
+        """By such a lease, the seconds until it ended too."""
         self.bytes: dict[str, int] = {}
         """By minute, the bytes logged beyond what honest users cause."""
 
@@ -69,6 +74,9 @@ class HostileRecords(Records):
         super().check_leases(said)
 
     def _note_line(self, line: dict[str, Any]) -> None:
+        if line["event"] == "lease_ended" and line["lease"] in self.died:
+            took = datetime.fromisoformat(line["at"]) - self.died[line["lease"]]
+            self.outlived.setdefault(line["lease"], took.total_seconds())
         match line["event"]:
             # A process that has just ended is still in its server's list, and has no lease any more.
             case "client_forced" if line["pid"] not in self.honest - self._ended:

@@ -29,6 +29,8 @@ MOST: Final = 100
 _LIBC: Final = ctypes.CDLL(None)
 _SET_PDEATHSIG: Final = 1
 _SET_NAME: Final = 15
+_SET_DUMPABLE: Final = 4
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
 
 
 class HostileUser:
@@ -44,6 +46,7 @@ class HostileUser:
         """Connections to mpsd."""
         self._children: dict[str, list[tuple[int, int]]] = {}
         """By their action, the children, and the pipe to each one's stdin."""
+        self._stopped: list[int] = []
 
     # -- in a pipe directory -------------------------------------------------------------------------------------------
 
@@ -194,6 +197,59 @@ class HostileUser:
         if len(some) > MOST:
             some.pop(0).close()
 
+    def tiny(self) -> None:
+        """Request the smallest share of every GPU, which is to keep others from all of them."""
+        self._take({"threads": 0.1, "memory": "1MiB", "gpus": 3})
+
+    def pose_as_pod(self, seed: int) -> list[int]:
+        """Request leases by which mpsd-kubernetes would recognise a pod's; return the answers' statuses."""
+        name = f"kubernetes/{seed:032x}"
+        named: list[dict[str, Any]] = [{"labels": {name: "x"}}, {"request_id": name}, {"request_id": f"{name}/0"}]
+        return [self._take(each) for each in named]
+
+    def _take(self, more: dict[str, Any]) -> int:
+        return self.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", "gpu": "2", **more})[0]
+
+    def mounts(self, count: int, requests: int) -> None:
+        """From a mount namespace with so many file systems, take and return leases without a pause."""
+        self._start("floods", lambda: self._request_beside_mounts(count, requests))
+
+    def _request_beside_mounts(self, count: int, requests: int) -> None:
+        uid = os.getuid()
+        _LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # after a change of uid, the maps are not writable otherwise
+        if _LIBC.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
+            return
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{uid} {uid} 1")):
+            Path(f"/proc/self/{name}").write_text(line, encoding="ascii")
+        for _ in range(count):
+            _LIBC.mount(b"none", b"/mnt", b"tmpfs", 0, None)
+        for _ in range(requests):
+            status, lease = self.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", "gpu": "2"})
+            if status == 201:
+                self.ask("DELETE", f"/v1/leases/{lease['id']}")
+
+    def reports(self, paths: list[str]) -> None:
+        """Request all of these at once, and read the answers, again and again."""
+        self._start("floods", lambda: self._report(paths))
+
+    def _report(self, paths: list[str]) -> None:
+        while True:
+            asked = [self._call(request("GET", each)) for each in paths]
+            for each in asked:
+                each.settimeout(30)
+                while each.recv(1 << 16):
+                    pass
+                each.close()
+
+    def idle(self, port: int, count: int) -> None:
+        """Keep so many connections to a port without a request."""
+        for _ in range(count):
+            connection = socket.socket()
+            connection.settimeout(1)
+            with contextlib.suppress(OSError):
+                connection.connect(("127.0.0.1", port))
+            self._keep(self._calls, connection)
+
     # -- on the machine ------------------------------------------------------------------------------------------------
 
     def look_alike(self, program: str, arguments: list[str], variables: dict[str, str]) -> None:
@@ -227,10 +283,26 @@ class HostileUser:
                 planted.append(each)
         return planted
 
+    def stop(self, pids: list[int]) -> None:
+        """Stop processes, all children, and a child that has just taken a lease; `pause` has them go on."""
+        children = [child for some in self._children.values() for child, _ in some]
+        for each in (*pids, *children):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGSTOP)
+                self._stopped.append(each)
+        self._start("floods", self._hold_stopped)
+
+    def _hold_stopped(self) -> None:
+        self._take({})
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     # -- its children --------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Pause: close the connections to daemons, and end the children that flood; other descriptors stay open."""
+        """Pause: close the connections to daemons, continue what it stopped, and end the children that flood."""
+        while self._stopped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._stopped.pop(), signal.SIGCONT)
         for each in self._seats:
             each.close()
         self._seats.clear()

@@ -2,11 +2,15 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 PERCENTILES: Final = (50, 95, 99)
+
+LONG: Final = 1.0
+"""Seconds within which each answer should come."""
 
 
 def percentile(seconds: list[float], percent: float) -> float:
@@ -22,6 +26,8 @@ class Latency:
     """While only hostile users acted."""
     disturbed: list[float] = field(default_factory=list)
     """While root killed or stopped mpsd or a control daemon."""
+    long: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """The answers after more than `LONG`: their request, status and code, and whether they were disturbed."""
     _disturbances: list[tuple[float, float]] = field(default_factory=list)
     _waiting: list[dict[str, Any]] = field(default_factory=list)
 
@@ -41,7 +47,10 @@ class Latency:
         """Decide for each request whether it was disturbed; call this only while nothing is pending."""
         for each in self._waiting:
             hit = any(begun < each["ended"] and each["begun"] < ended for begun, ended in self._disturbances)
-            (self.disturbed if hit else self.undisturbed).append(each["ended"] - each["begun"])
+            took = each["ended"] - each["begun"]
+            (self.disturbed if hit else self.undisturbed).append(took)
+            if took > LONG:
+                self.long[f"{each['what']} {each['status']} {each['code']}".strip(), hit] += 1
         self._waiting.clear()
         last = time.monotonic() - 120
         self._disturbances = [each for each in self._disturbances if each[1] > last]
@@ -50,4 +59,7 @@ class Latency:
         named = {"undisturbed": self.undisturbed, "while root killed or stopped something": self.disturbed}
         for name, seconds in named.items():
             told = ", ".join(f"p{each} {percentile(seconds, each):.1f} ms" for each in PERCENTILES)
+            told += f", at most {percentile(seconds, 100):.1f} ms"
             yield f"{name}: {len(seconds)} answers, {told}"
+        for (what, hit), count in self.long.items():
+            yield f"{count} times more than {LONG:g} s: {what}{', beside root' if hit else ''}"

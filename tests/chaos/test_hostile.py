@@ -8,13 +8,14 @@ NVIDIA's control daemons, for any time, and with a bound on how long honest user
 
 import os
 import random
+import socket
 import sys
 from typing import Final
 
 import pytest
 
 from tests.chaos.conftest import Start
-from tests.chaos.hostile import CONFIG, MANY, Hostile
+from tests.chaos.hostile import MANY, ONE, Hostile
 from tests.chaos.latency import percentile
 from tests.chaos.test_chaos import LONG, for_seconds, run
 from tests.daemon.caller import needs_root
@@ -27,6 +28,14 @@ P95: Final = float(os.environ.get("MPSD_CHAOS_P95", "inf"))
 """Milliseconds within which 95 % of honest users' requests must be answered, if set."""
 
 
+@pytest.fixture
+def port() -> int:
+    """Return a free port for the metrics."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def suffer(chaos: Hostile) -> None:
     """Run it, and print the figures of the honest users."""
     try:
@@ -37,19 +46,21 @@ def suffer(chaos: Hostile) -> None:
 
 
 @pytest.mark.real_daemon(DRIVER)
-def test_one_user(start: Start, dice: random.Random) -> None:
+def test_one_user(start: Start, dice: random.Random, port: int) -> None:
     """On NVIDIA's own control daemons with one uid at a time, a hostile user has a daemon alone."""
-    node = start(simulate=3, control=real_daemons()[DRIVER], config=CONFIG)
-    suffer(Hostile(node, dice, clients=False, memory=DRIVER >= 535))
+    node = start(simulate=3, control=real_daemons()[DRIVER], config=ONE.format(port=port))
+    suffer(Hostile(node, dice, clients=False, port=port, memory=DRIVER >= 535))
 
 
 @pytest.mark.real_daemon(555)
-def test_many_users(start: Start, dice: random.Random) -> None:
+def test_many_users(start: Start, dice: random.Random, port: int) -> None:
     """On NVIDIA's own control daemons for several uids, hostile users have access beside honest ones."""
-    node = start(simulate=3, control=real_daemons()[555], config=MANY)
-    suffer(Hostile(node, dice, clients=False, many=True))
+    node = start(simulate=3, control=real_daemons()[555], config=MANY.format(port=port))
+    suffer(Hostile(node, dice, clients=False, port=port, many=True))
 
 
-def test_simulated(start: Start, dice: random.Random) -> None:
-    """On a simulated node with servers and clients, hostile ones run beside honest ones."""
-    suffer(Hostile(start(simulate=3, config=MANY), dice, clients=True, many=True))
+@pytest.mark.parametrize("many", [True, False])
+def test_simulated(start: Start, dice: random.Random, port: int, many: bool) -> None:  # noqa: FBT001 - a case
+    """On a simulated node with servers and clients, hostile ones run beside honest ones, or a GPU's user is alone."""
+    node = start(simulate=3, config=(MANY if many else ONE).format(port=port))
+    suffer(Hostile(node, dice, clients=True, port=port, many=many))

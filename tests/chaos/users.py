@@ -4,22 +4,43 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from tests.chaos.honest_user import Plan
+from tests.control_groups import control_group, mounted
 from tests.harness import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 
+CORES: Final = sorted(os.sched_getaffinity(0))
+"""The cores of the tests: honest users have the first, hostile ones together the last."""
+
 ANSWER: Final = 60.0
 """Seconds for any command to a user; none should come near it."""
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[Callable[[int], object]]:
+    """Yield a function that restricts a process, and what it starts later, to the last core.
+
+    That is a control group, or where none can be made the affinity of the process.
+    """
+    top = mounted("cpuset")
+    if top is None or not os.access(top, os.W_OK):
+        yield lambda pid: os.sched_setaffinity(pid, {CORES[-1]})
+        return
+    with control_group("cpuset", f"hostile-{secrets.token_hex(4)}") as group:
+        (group / "cpuset.cpus").write_text(f"{CORES[-1]}")
+        (group / "cpuset.mems").write_text((top / "cpuset.mems").read_text())
+        yield lambda pid: (group / "cgroup.procs").write_text(f"{pid}")
 
 
 def _start(module: str, *arguments: str, session: bool = False) -> "subprocess.Popen[bytes]":
@@ -36,6 +57,7 @@ class HonestUser:
         self.plan = plan
         self.idle = False
         self._process = _start("honest_user", json.dumps(asdict(plan)))
+        os.sched_setaffinity(self.pid, {CORES[0]})
         assert self._process.stdout is not None
         # A larger pipe does not block it while the test is busy.
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import pytest
 
@@ -15,6 +15,9 @@ from mpsd.kubernetes.pod_reader import PodReader
 from tests.control_groups import mounted
 from tests.harness import wait_until
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class _Reader(PodReader):
     """A reader in this process. Something happens after its answer, before its caller has it."""
@@ -22,8 +25,8 @@ class _Reader(PodReader):
     def __init__(self, then: Callable[[], object]) -> None:
         self._then = then
 
-    def ask(self, _: str, question: Callable[..., Any], *arguments: Any, **__: Any) -> Known[Any]:
-        found = question(*arguments)
+    def ask(self, pod: str, question: Callable[P, T], *arguments: P.args, **none: P.kwargs) -> Known[T]:  # noqa: ARG002 - as its base
+        found = question(*arguments, **none)
         self._then()
         return Known(found)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Final
 
 from msgspec import Struct, structs
@@ -114,10 +115,30 @@ _FREE: Final = Quota()
 
 
 def quota_of(user: UserIdentity, settings: Settings) -> Quota:
-    """Return the quota of a user: the user's own, else that of its first listed group, else that for all users."""
+    """Return the quota of a user: the user's own, else that of its first listed group, else that for all users.
+
+    If it is not certain which groups the user has, each group's quota applies, and that for all users.
+    """
     quotas = settings.quota
     name = class_of(user, settings) if quotas else ""
+    if not user.is_certain and (not name or name == "*" or name.startswith("%")):
+        return _strictest([quota for each, quota in quotas.items() if each == "*" or each.startswith("%")])
     return quotas[name] if name else _FREE
+
+
+def _strictest(quotas: Iterable[Quota]) -> Quota:
+    """Return a quota that allows what each of these allows."""
+    found = _FREE
+    for quota in quotas:
+        limits = {}
+        for field in fields(Quota):
+            both = [each for each in (getattr(found, field.name), getattr(quota, field.name)) if each is not None]
+            limits[field.name] = min(both, default=None)
+        among = [{*each} for each in (found.gpus, quota.gpus) if each is not None]
+        limits["gpus"] = tuple(sorted(set.intersection(*among))) if among else None
+        limits["priority"] = min(found.priority or 0, quota.priority or 0)
+        found = Quota(**limits)
+    return found
 
 
 def class_of(user: UserIdentity, settings: Settings) -> str:
@@ -200,13 +221,15 @@ def _check_alone(quota: Quota, worth: Amount) -> None:
 def within_gpu_count(quota: Quota, request: LeaseRequest, leases: Iterable[Lease]) -> LeaseRequest:
     """Return a request that leaves its user on no more GPUs than its quota; `leases` are all of that user.
 
-    A waiting lease counts as GPUs of its own, unless it can only be granted on those that the user has. A request for
-    which no other GPU is left is restricted to those, too. Raises QuotaError.
+    A GPU that a waiting lease names counts as one that the user has; another waiting lease counts as GPUs of its own,
+    unless it can only be granted on those. A request for which no other GPU is left is restricted to those, too.
+    Raises QuotaError.
     """
     if quota.gpu_count is None:
         return request
     leases = tuple(leases)
     has = {share.gpu for lease in leases for share in lease.shares}
+    has |= {each.request.gpu for each in leases if not each.shares and each.request.gpu != "any"}
     awaited = sum(each.request.gpus for each in leases if not (each.shares or _is_on(has, each.request)))
     if _is_on(has, request) or len(has) + awaited + request.gpus <= quota.gpu_count:
         return request

@@ -15,7 +15,7 @@ PATIENCE: Final = 0.9
 """Seconds for which a server has to be stopped before it is ended: a debugger stops a process for moments."""
 
 HANGS: Final = 5.0
-"""Seconds for which a control daemon has to be silent before a server that is not stopped is taken for the cause."""
+"""Seconds for which a control daemon has to wait for a server that is not stopped before the server counts as hung."""
 
 
 def used_by(

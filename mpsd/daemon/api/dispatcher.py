@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import (
@@ -27,6 +28,7 @@ from mpsd.daemon.api.table import Encoder, RequestOf, Route, Stream, Table
 from mpsd.daemon.api.turns import Turn, Turns, User
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, problem_answer, unroutable
 from mpsd.daemon.http.peer import Principal, RefusalLog
+from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system.processes import descriptors
@@ -57,9 +59,17 @@ class _Endpoint(NamedTuple):
 class Dispatcher(Generic[H]):
     """Answers requests from one table of routes, with one object that has the handlers."""
 
-    def __init__(self, routes: Iterable[Route[H, Any]], handlers: H, settings: LiveSettings, log: Logger) -> None:
+    def __init__(
+        self,
+        routes: Iterable[Route[H, Any]],
+        handlers: H,
+        *,
+        user_groups: UserGroups,
+        settings: LiveSettings,
+        log: Logger,
+    ) -> None:
         """Prepare every row."""
-        self._settings = settings
+        self._settings, self._user_groups = settings, user_groups
         self._in_flight = Counter[int]()
         """By uid, the requests that are not answered yet."""
         self._turns = Turns()
@@ -93,6 +103,9 @@ class Dispatcher(Generic[H]):
             else:
                 if endpoint.body is not None and not message.complete:
                     await self._arrival(message)
+                if endpoint.body is not None:  # such a request may fall under a quota
+                    user = await self._user_groups.complete(principal.user, settings)
+                    principal = replace(principal, user=user)
                 turn = self._turns.turn((uid, principal.admin))
                 request = _decoded(endpoint, message, principal, names, turn)
                 async with turn if endpoint.in_turns else nullcontext():

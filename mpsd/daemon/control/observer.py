@@ -138,6 +138,11 @@ class Observer:
         ]
 
     @property
+    def quiet(self) -> list[ProcessIdentity]:
+        """The servers that did not report their clients at the last answer of the daemon."""
+        return [identity for identity, server in self._servers.items() if not server.lists_clients]
+
+    @property
     def unforeseen(self) -> list[tuple[int, UnforeseenAnswer]]:
         """The servers that answer in a form that this mpsd does not know, with the answer."""
         return [(each.pid, each.unforeseen) for each in self._servers.values() if each.unforeseen is not None]

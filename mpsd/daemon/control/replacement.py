@@ -222,11 +222,12 @@ class StoppedServers:
             return f"it is unknown whether its server is stopped: {error.strerror}"
         return f"its server {', '.join(pids)} is stopped (SIGSTOP)" if pids else ""
 
-    async def check(self, daemon: DaemonProcess | None, *, silent: float) -> str:
+    async def check(self, daemon: DaemonProcess | None, *, silent: float, is_closed: bool) -> str:
         """Report the stopped servers, and end the unused ones; return why the control daemon has to be replaced.
 
-        `silent` says for how many seconds the control daemon has not answered. It may have a server then that it never
-        named, and one that is not stopped can be the cause: its user can make it hang in other ways.
+        `silent` says for how many seconds the control daemon has not answered, or has been ending. It may have a server
+        then that it never named, and one that is not stopped can be the cause: its user can make it hang in other ways.
+        So can one that has not reported its clients; it is ended only where no other uids may use it (`is_closed`).
         """
         if clock.monotonic() < self._due:
             return ""
@@ -237,8 +238,10 @@ class StoppedServers:
             unnamed = {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
         self._note(known | unnamed)
         late = [each for each, server in self._found.items() if clock.monotonic() - server.at >= stopped.PATIENCE]
-        if daemon is not None and silent >= stopped.HANGS and not self._found and not _is_stopped(daemon.identity):
-            late = [each for each in unnamed if proc.parent(each.pid) == daemon.identity.pid]
+        if daemon is not None and not self._found and not _is_stopped(daemon.identity):
+            late = [each for each in self._observer.quiet if is_closed and _age(each) >= stopped.HANGS]
+            if silent >= stopped.HANGS:
+                late += [each for each in unnamed if proc.parent(each.pid) == daemon.identity.pid]
         if not late:
             return ""
         usage, many_users = await self._usage(), daemon is None or daemon.many_users
@@ -263,13 +266,15 @@ class StoppedServers:
         """End a server if nothing uses it, and say so; otherwise, note what does."""
         server = self._found.get(identity)
         uid = proc.real_uid(identity.pid) if server is None else server.uid
-        if uid is None:
-            return ""
+        if uid is None or (server is None and proc.is_trusted(uid)):
+            return ""  # no user can make a server of root hang
         leases = {each.id: violations.users_of(each) for each in self._leases.on(self._name)}
         servers = [each for each in self._observer.servers if each.pid == identity.pid]
         clients = {client for each in servers for client in living_of(each)}
         if isinstance(usage, Known):
-            clients |= living_clients(usage.value) - self._observer.canaries
+            # A hung server may have clients that it has never named, and that mpsd does not see.
+            shown = usage.value.clients if server is None else living_clients(usage.value)
+            clients |= shown - self._observer.canaries
         because = stopped.used_by(uid, leases, clients, usage, many_users=many_users)
         if not because:
             try:
@@ -293,11 +298,15 @@ class StoppedServers:
         finally:
             living.close()
         self._observer.forget_server(identity)
-        did = "was stopped" if self._found.pop(identity, None) else "kept its control daemon from answering"
+        did = "was stopped" if self._found.pop(identity, None) else "served nobody any more"
         self.changed.send()
         because = f"server {identity.pid} of uid {uid} {did}, and no lease and no client is left for it"
         self._log.warning(EventName.SERVER_KILLED, server=identity.pid, uid=uid, because=because)
         return because
+
+
+def _age(server: ProcessIdentity) -> float:
+    return clock.since_boot() - clock.since_boot(server.start_ticks)
 
 
 def _is_stopped(server: ProcessIdentity) -> bool:

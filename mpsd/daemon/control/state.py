@@ -44,7 +44,7 @@ class Lifecycle:
         self.since = clock.now()
         self.ready_since: datetime | None = None
         self._turned = clock.monotonic()
-        """When the daemon last fell silent, or answered again."""
+        """When the daemon last fell silent, answered again, or was told to end."""
         self.changed = Signal[()]()
         """The state, or its reason, is another one."""
 
@@ -60,7 +60,7 @@ class Lifecycle:
 
     @property
     def steady(self) -> float:
-        """For how many seconds the daemon has answered, or has not answered, without a change."""
+        """For how many seconds the daemon has answered, has not answered, or has been ending, without a change."""
         return clock.monotonic() - self._turned
 
     def explain(self, because: str, hint: str | None) -> None:
@@ -83,7 +83,7 @@ class Lifecycle:
         if target is self._state:
             return
         before, self._state = self._state, target
-        if State.UNRESPONSIVE in {before, target}:
+        if not {before, target}.isdisjoint({State.UNRESPONSIVE, State.STOPPING}):
             self._turned = clock.monotonic()
         self.since, self.because, self.hint = clock.now(), because, hint
         if target not in ANSWERED:

@@ -348,8 +348,11 @@ class Supervisor:
     async def _check_servers(self) -> None:
         """Check the servers of dead control daemons, and stopped ones; an unused daemon is replaced with the latter."""
         await self.survivors.check()
-        silent = self._lifecycle.steady if self._lifecycle.is_silent else 0.0
-        because = await self.stopped_servers.check(self._instance.evidence, silent=silent)
+        # Where all users have pipe access, a server that starts, or ends, may have a client that mpsd does not know.
+        is_closed = not self._pipe_access.let_in.so_far.everybody
+        waits = self._lifecycle.is_silent or (is_closed and self.state is State.STOPPING)
+        silent = self._lifecycle.steady if waits else 0.0
+        because = await self.stopped_servers.check(self._instance.evidence, silent=silent, is_closed=is_closed)
         is_watched = self.state in ANSWERED or self._lifecycle.is_silent
         if because and is_watched and not self.drainer.desired.waits and self.replacement.is_deserted:
             self._move(Event.STOP, f"it is replaced: {because}")

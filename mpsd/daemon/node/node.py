@@ -29,6 +29,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.admission_checks import AdmissionChecks
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.unleased import UnleasedClients
+from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMonitor
@@ -79,6 +80,7 @@ class Node:
         self.violation_monitor = ViolationMonitor(
             leases, endings, settings=settings, quarantine=quarantine, client_record=record, reader=reader, log=log
         )
+        self.user_groups = UserGroups(reader)
         self._checks = AdmissionChecks(
             leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, reader=reader, log=log
         )
@@ -277,6 +279,7 @@ class Node:
         # 4. The ledger learns the present offers, by which all later steps judge.
         # 5. The holder must be one that may have the lease, and can use it, before anything is granted.
         elsewhere = await self._checks.elsewhere(named, self.offers())
+        user = await self.user_groups.complete(user, self.settings.current)
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again
         try:
@@ -307,6 +310,7 @@ class Node:
         `AdmissionChecks.check_taker` do.
         """
         elsewhere = await self._checks.elsewhere(named, self.offers())
+        user = await self.user_groups.complete(user, self.settings.current)
         try:
             lease = self.leases.claims.granted(lease_id)
             ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)

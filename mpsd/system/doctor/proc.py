@@ -166,7 +166,7 @@ def _claims(pid: int, part: str, arguments: tuple[str, ...]) -> Claims:
     except OSError as error:
         found.unseen = denied(f"{error.filename}", error).reason
     if part != MPSD and namespaces.sees_alike(pid) == Known(value=False):
-        found.apart = foreign_files.leads_elsewhere(pid, Path(directory or USUAL[0]))
+        found.apart = bool(foreign_files.elsewhere(pid, [Path(directory or USUAL[0])]))
     return found
 
 

@@ -306,20 +306,22 @@ def hidden(pid: int, directories: list[Path]) -> list[Path]:
     A directory is left out where that is unknown: the process is gone or may not be inspected, or the path has a
     symbolic link. The file that the process finds there is not inspected.
     """
-    return [each for each in directories if each.resolve() == each and leads_elsewhere(pid, each)]
+    return elsewhere(pid, [each for each in directories if each.resolve() == each])
 
 
-def leads_elsewhere(pid: int, path: Path) -> bool:
-    """Tell whether a path without symbolic links leads a process elsewhere than mpsd; False if that is unknown.
+def elsewhere(pid: int, paths: list[Path]) -> list[Path]:
+    """Return those paths without symbolic links that lead a process elsewhere than mpsd; none if that is unknown.
 
-    The file system of the path is not accessed, so another user may have chosen the path.
+    The file systems of the paths are not accessed, so another user may have chosen a path.
     """
     try:
         theirs = mounts(pid)
     except proc.UNSEEN:
-        return False
+        theirs = None
+    if theirs is None:
+        return []
     own = namespaces.own_mounts()
-    return theirs is not None and namespaces.place(own, path) != namespaces.place(theirs, path)
+    return [each for each in paths if namespaces.place(own, each) != namespaces.place(theirs, each)]
 
 
 def mounts(pid: int) -> tuple[namespaces.Mount, ...] | None:

@@ -31,8 +31,8 @@ T = TypeVar("T")
 SECONDS: Final = 3.0
 """Seconds for a read. It takes milliseconds, but a busy machine may let the reader wait."""
 
-_MORE: Final = 2.0
-"""Seconds by which the program may be later than it should; then it is replaced."""
+_MORE: Final = 7.0
+"""Seconds by which the program may be later than it should, as it starts; then it is replaced."""
 
 USER_DATABASE: Final = "the user database"
 """The owner of the user database, which may be a directory on the network."""

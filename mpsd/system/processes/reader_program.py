@@ -183,7 +183,8 @@ def _be_child(request: Request, pipe: int) -> None:
     try:
         os.dup2(pipe, 0)
         os.closerange(3, os.sysconf("SC_OPEN_MAX") if pipe < 1 << 16 else pipe + 1)
-        with open(0, "wb", closefd=False) as output:
+        # Without its program, as mpsd was killed, nobody asks any more.
+        with contextlib.suppress(BrokenPipeError), open(0, "wb", closefd=False) as output:
             output.write(_encoded(_result(request)))
         status = 0
     finally:  # whatever it is, this process must not go on as its parent

@@ -1,5 +1,6 @@
 """Quotas: which quota applies to a user, and what each of its limits refuses, by name and number."""
 
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -162,6 +163,22 @@ def test_any_number_of_processes() -> None:
         check_quota(Quota(clients=8), UserTotals(), LeaseRequest(processes=None), QUARTER)
     assert refusal.value.limit == "quota.clients"
     check_quota(Quota(threads=100), UserTotals(), LeaseRequest(processes=None), QUARTER)
+
+
+def test_uncertain_groups() -> None:
+    """A user of whom it is not certain which groups it has gets the strictest of all that may be its quota."""
+    quotas = {
+        "*": Quota(leases=8, ttl=60.0),
+        "%a": Quota(threads=50.0, priority=3, gpus=("GPU-1", "GPU-2")),
+        "%b": Quota(leases=2, threads=75.0, gpus=("GPU-2", "GPU-3")),
+        "bob": Quota(leases=0),
+    }
+    settings = Settings(quota=quotas, names=NAMES)
+    strictest = Quota(leases=2, threads=50.0, priority=0, ttl=60.0, gpus=("GPU-2",))
+    assert quota_of(UserIdentity(77, is_certain=False), settings) == strictest
+    assert quota_of(UserIdentity(77), settings) == quotas["*"]
+    own = replace(settings, quota={**quotas, "77": Quota(leases=1)})
+    assert quota_of(UserIdentity(77, is_certain=False), own) == Quota(leases=1)
 
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))

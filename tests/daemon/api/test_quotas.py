@@ -1,5 +1,6 @@
 """The quotas of a user: its own, its group's, or the general one, and how a reload changes them."""
 
+import pwd
 from typing import Any, Final
 
 import pytest
@@ -40,6 +41,23 @@ def over(answer: Answer, limit: str) -> None:
     """Check that a request is refused because of a quota."""
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (403, "quota", f"quota.{limit}"), problem
+
+
+def with_another_group() -> tuple[int, int]:
+    """Return a user of the user database whose primary group has another number, and that group."""
+    return next((each.pw_uid, each.pw_gid) for each in pwd.getpwall() if each.pw_gid not in {each.pw_uid, 0, GROUP})
+
+
+@needs_root
+def test_group_that_was_given_up(node: Node) -> None:
+    """The quota of a group applies to a user whom the user database has there, also if the process has left it."""
+    uid, gid = with_another_group()
+    assert node.reload(f'[quota."%{gid}"]\nleases = 1\n')["event"] == "settings_reloaded"
+    with calling(node.socket, uid=uid) as member, calling(node.socket, uid=ANN) as other:
+        for caller in (member, other):
+            assert caller.admit(**SMALL, gpu="0" if caller is member else "1").status == 201
+        over(member.admit(**SMALL, gpu="0"), "leases")
+        assert other.admit(**SMALL, gpu="1").status == 201
 
 
 @needs_root
@@ -148,11 +166,14 @@ def test_gpu_count(line: Line) -> None:
     assert line.granted(uid=ANN, threads=0.1, memory="1MiB")["gpus"] == kept["gpus"]
     other = line.granted(uid=BOB, **SMALL)
     assert other["gpus"] != kept["gpus"]
-    # A request that waits counts for a GPU of its own, unless it can only be granted on one that the user has.
+    # A request that waits for any GPU counts for a GPU of its own; several that wait for one GPU count once.
     line.waits(uid=ANN, threads=100, memory="1GiB")
     _, elsewhere = line.waits(uid=CAT, threads=100, memory="1GiB")
     over(line.ask(uid=CAT, **SMALL), "gpu_count")
     line.release(elsewhere)
+    waiting = [line.waits(uid=CAT, threads=100, memory="1GiB", gpu=other["gpus"][0]) for _ in range(2)]
+    for _, each in waiting:
+        line.release(each)
     line.release(other)
     assert line.granted(uid=CAT, **SMALL)["gpus"] == other["gpus"]
 

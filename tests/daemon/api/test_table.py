@@ -27,7 +27,9 @@ from mpsd.daemon.api.table import Request, RequestBody, RequestOf, RequestQuery,
 from mpsd.daemon.http.connection import Connection
 from mpsd.daemon.http.message import Answer as AnswerSent
 from mpsd.daemon.http.peer import Peer
+from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.log import configure
+from mpsd.system.processes.foreign_reader import ForeignReader
 from tests.daemon.leases.line import message
 from tests.node import Answer
 
@@ -122,7 +124,13 @@ def ask(
 ) -> Answer:
     """Send a request to a dispatcher with the table, so many times, and return the last answer."""
     logger = configure(LogFormat.JSON, stream=log or sys.stderr)
-    dispatcher = Dispatcher(TABLE, words or Words(), LiveSettings(Settings()), logger)
+    dispatcher = Dispatcher(
+        TABLE,
+        words or Words(),
+        user_groups=UserGroups(ForeignReader()),
+        settings=LiveSettings(Settings()),
+        log=logger,
+    )
 
     async def talk() -> bytes:
         ours, theirs = socket.socketpair()

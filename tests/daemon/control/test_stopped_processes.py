@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -20,7 +21,7 @@ from tests.daemon.canary.helpers import canary_of
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended
 from tests.daemon.control.test_stopped_servers import SHARE, attached, node  # noqa: F401 - a fixture
-from tests.daemon.helpers import BRISK, IMPATIENT, SWIFT, branches, event, is_running, kill
+from tests.daemon.helpers import BRISK, IMPATIENT, SWIFT, branches, event, is_running, kill, program
 from tests.daemon.leases.test_users import instead, python  # noqa: F401 - a fixture
 from tests.harness import wait_until
 from tests.node import Node
@@ -80,6 +81,7 @@ def make_hang(pid: int) -> None:
 def user_of(node: Node, uid: int, python: str) -> Iterator[SimulatedClient]:  # noqa: F811 - the fixtures
     """Start a client of a user, with a lease, and wait until its lease is known."""
     with leased(node, *SHARE, "--user", str(uid), "--wait", "40", within=instead(python)) as client:
+        assert client.hello["mps"]
         attached(node, client)
         yield client
 
@@ -101,7 +103,7 @@ def test_server_that_hangs(node: Node, python: str) -> None:  # noqa: F811 - the
         assert is_running(server)
     next_user_is_served(node, python)
     told = event(node, "server_killed", server=server)
-    assert (told["uid"], "kept its control daemon from answering" in told["because"]) == (ANN, True)
+    assert (told["uid"], "served nobody any more" in told["because"]) == (ANN, True)
     assert node.events("daemon_death") == []
 
 
@@ -237,3 +239,20 @@ def test_seat(make_node: Start, real: RealDaemon, which: str) -> None:
             )
             end(bob, granted(bob))
         assert not made.events("daemon_death")
+
+
+@pytest.mark.parametrize("real", branches(470, 555))
+def test_server_that_does_not_end(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
+    """A server that never reports its clients, and does not end with NVIDIA's control daemon, is ended when unused."""
+    (short_tmp / "bin").mkdir()
+    program(short_tmp / "bin" / "nvidia-cuda-mps-server", "exec sleep 600")
+    path = f"{short_tmp / 'bin'}:{os.environ['PATH']}"
+    made = make_node(simulate=1, control=real.control, config=BRISK, env={"PATH": path}).start()
+    with calling(made.socket, uid=ANN) as ann, calling(made.socket, uid=BOB) as bob:
+        lease = granted(ann)
+        server = int(made.ask("gpu0", f"start_server -uid {ANN}\nget_server_list")[-1])
+        wait_until(lambda: made.daemons()["gpu0"]["servers"], what="the server to be seen")
+        end(ann, lease)
+        asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "wait": 25}
+        assert bob.admit(**asked).status == 201, made.stderr.read_text()
+    assert event(made, "server_killed", server=server)["uid"] == ANN

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -60,6 +61,31 @@ def test_its_program_dies() -> None:
             await reader.ask("a", foreign_files.arguments, 2**22 + 1)
 
     with_reader(story)
+
+
+def test_its_program_is_gone(short_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A read that ends after the end of the program, as mpsd was killed, writes nothing into mpsd's log."""
+    fifo = short_tmp / "program"
+    os.mkfifo(fifo)
+
+    async def story(reader: ForeignReader) -> int:
+        hangs = asyncio.create_task(reader.ask("a", foreign_files.runs, os.getpid(), fifo))
+        link = await asyncio.to_thread(wait_until, lambda: reader._link, what="its program")
+        program = link._process
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        child = await asyncio.to_thread(wait_until, children.read_text, what="its child")
+        waits = os.pidfd_open(int(child))
+        wchan = Path(f"/proc/{int(child)}/wchan")
+        await asyncio.to_thread(wait_until, lambda: wchan.read_text() == "wait_for_partner", what="the read to hang")
+        hangs.cancel()
+        program.signal(signal.SIGKILL)
+        return waits
+
+    ended = with_reader(story)
+    os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    assert select.select([ended], [], [], 20)[0]
+    os.close(ended)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("length", "is_kept"), [(1000, True), (1100, False)])

@@ -213,10 +213,8 @@ def _reports(status: "answer_types.Status") -> Iterator[Finding]:
 async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
-        looked = [
-            await proc.look(
-                int(pid), lease["id"], reader, gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"])
-            )
+        shares = [
+            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]))
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
@@ -226,7 +224,7 @@ async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSee
         return Unknown(f"the leases are unknown: {error.detail}")
     except (KeyError, TypeError, ValueError) as strange:  # the answer of an mpsd of another version, or a forged one
         return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
-    return Known(tuple(each for each in looked if each is not None))
+    return Known(await proc.look(shares, reader))
 
 
 def _settings(config: "answer_types.Config") -> Reading[Settings]:

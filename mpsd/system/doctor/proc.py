@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
@@ -85,15 +85,12 @@ async def _with_lookalikes(
     strange = {each.pid: each for each in found if proc.real_uid(each.pid) not in trusted}
     control = Path(shutil.which(program[0]) or program[0])
     daemons = {each.pid for each in found if each.part == DAEMON and each.pid not in strange}
-    for pid, each in tuple(strange.items()):
+    claimed = [pid for pid, each in strange.items() if each.part == DAEMON]
+    for _, answer in await reader.ask_each(claimed, foreign_files.running, control):
         # The interpreter of a script runs other programs too, so running it is no evidence.
-        if each.part != DAEMON:
-            continue
-        if await reader.ask(owner_of(pid), foreign_files.runs, pid, control) != Known(value=True):
-            continue
-        if not [*foreign_files.interpreter(control)]:
-            del strange[pid]
-            daemons.add(pid)
+        if isinstance(answer, Known) and answer.value and not [*foreign_files.interpreter(control)]:
+            daemons |= {*answer.value}
+            strange = {pid: each for pid, each in strange.items() if pid not in answer.value}
     connected = _connected(runtime_dir) if strange else set()
     return tuple(
         replace(each, lookalike=each.pid in strange and each.parent not in daemons and each.pid not in connected)
@@ -216,28 +213,32 @@ def _seen(found: Claims) -> ProcessSeen | None:
 _WANTED: Final = [VISIBLE, "CUDA_", "XLA_", "TF_"]
 
 
-async def look(pid: int, lease: str, reader: ForeignReader, *, gpu: str, granted: int) -> ClientSeen | None:
-    """Inspect a process of a lease; None when it is gone."""
-    try:
-        answer = await reader.ask(owner_of(pid), programs, pid)
-    except OSError:
-        return None
-    if isinstance(answer, Unknown):
-        return ClientSeen(pid, lease, gpu, granted, (), answer, frozenset())
-    arguments, environment, frameworks = answer.value
-    variables = known_of(Known(environment))
-    if variables is None:
-        return None
-    return ClientSeen(pid, lease, gpu, granted, arguments, variables, frozenset(frameworks))
+_Program: TypeAlias = tuple[tuple[str, ...], Environment, list[str]]
+"""The arguments and the variables of a process, and the framework libraries that it has mapped."""
 
 
-def programs(pid: int) -> tuple[tuple[str, ...], Environment, list[str]]:
-    """Return the arguments and the variables of a process, and the framework libraries that it has mapped.
+async def look(shares: Sequence[tuple[int, str, str, int]], reader: ForeignReader) -> tuple[ClientSeen, ...]:
+    """Inspect the processes of leases, each with its lease, its GPU and the memory granted there, without those gone.
 
-    Raises OSError.
+    The processes of each owner are read at once, so that an owner of many makes doctor wait as long as one of few.
     """
-    try:
-        frameworks = foreign_files.has_mapped(pid, [*LIBRARIES])
-    except OSError:
-        frameworks = []
-    return foreign_files.arguments(pid), foreign_files.environment(pid, _WANTED, _MOST), frameworks
+    found = dict[int, _Program]()
+    for theirs, answer in await reader.ask_each({pid for pid, *_ in shares}, programs):
+        found |= answer.value if isinstance(answer, Known) else dict.fromkeys(theirs, ((), answer.reason, []))
+    return tuple(
+        ClientSeen(*share, found[pid][0], variables, frozenset(found[pid][2]))
+        for share in shares
+        if (pid := share[0]) in found and (variables := known_of(Known(found[pid][1]))) is not None
+    )
+
+
+def programs(pids: list[int]) -> dict[int, _Program]:
+    """Return the programs of those of these processes that can be read."""
+    found = dict[int, _Program]()
+    for pid in pids:
+        frameworks = list[str]()
+        with contextlib.suppress(OSError):
+            frameworks = foreign_files.has_mapped(pid, [*LIBRARIES])
+        with contextlib.suppress(OSError):
+            found[pid] = foreign_files.arguments(pid), foreign_files.environment(pid, _WANTED, _MOST), frameworks
+    return found

@@ -155,6 +155,11 @@ def runs(pid: int, program: Path) -> bool:
         return False
 
 
+def running(pids: list[int], program: Path) -> list[int]:
+    """Return those of these processes that run this very program, as `runs` tells."""
+    return [pid for pid in pids if runs(pid, program)]
+
+
 def interpreter(program: Path) -> Iterator[Path]:
     """Yield the interpreter of a script; nothing for another program. Raises OSError."""
     with program.open("rb") as file:

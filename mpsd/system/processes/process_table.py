@@ -2,12 +2,18 @@
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.model import ProcessIdentity
+from mpsd.system import clock
 from mpsd.system.processes import proc
+from mpsd.system.processes.foreign_reader import owner_of
+
+_MOST_TIME: Final = 1.0
+"""Seconds in which the descriptors of one owner are read, each in some microseconds."""
 
 _MOST_NEW: Final = 32
 """Maximum processes that one look returns; later looks return the rest."""
@@ -25,19 +31,29 @@ _FIRST: Final = 300
 def holding(sockets: Collection[int]) -> dict[int, set[int]]:
     """Return the processes that have any of these sockets open, by pid, each with the inodes of its own.
 
-    Where mpsd may not read the descriptors of a process, its sockets are in no set.
+    Where mpsd may not read the descriptors of a process, its sockets are in no set; nor are those of an owner whose
+    descriptors take too long, since a thousand processes can share a table of a million.
     """
-    wanted = {f"socket:[{inode}]": inode for inode in sockets}
-    found = ((pid, {wanted[each] for each in _descriptors(pid) if each in wanted}) for pid in proc.pids() if wanted)
-    return {pid: inodes for pid, inodes in found if inodes}
+    wanted, found = {f"socket:[{inode}]": inode for inode in sockets}, dict[int, set[int]]()
+    left = defaultdict[int | str, float](lambda: _MOST_TIME)
+    for pid in proc.pids() if wanted else ():
+        owner, began = proc.effective_uid(pid) or owner_of(pid), clock.monotonic()  # containers' roots are many
+        for link in _descriptors(pid):
+            if link in wanted:
+                found.setdefault(pid, set()).add(wanted[link])
+            if clock.monotonic() - began > left[owner]:
+                break
+        left[owner] -= clock.monotonic() - began
+    return found
 
 
 def _descriptors(pid: int) -> Iterator[str]:
+    """Yield the links of a process's descriptors, the lowest first, each read as it is asked for."""
     folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(*proc.UNSEEN):
-        for name in os.listdir(folder):  # noqa: PTH208 - names, not paths
+    with contextlib.suppress(*proc.UNSEEN), os.scandir(folder) as entries:
+        for each in entries:
             with contextlib.suppress(*proc.UNSEEN):
-                yield os.readlink(f"{folder}/{name}")  # noqa: PTH115 - the link's text is no path
+                yield os.readlink(f"{folder}/{each.name}")  # noqa: PTH115 - the link's text is no path
 
 
 def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, ProcessIdentity]:

@@ -5,7 +5,7 @@ request it forks, and the child calls the function. The program itself reads not
 
 1. An owner has one child at a time; the other requests about what belongs to that owner wait for it.
 2. A child that does not answer in time is killed, and the request is answered as late. If the child does not even die,
-   because the kernel waits in its place, the owner's other requests are late at once.
+   because the kernel waits in its place, the owner's other requests are late a moment after.
 3. The program ends with its parent, or when it was not used for a while; a child that does not die does not keep it.
 """
 
@@ -31,6 +31,9 @@ IDLE: Final = 10.0
 
 MOST_CHILDREN: Final = 64
 """The maximum of owners that are read at one moment, those included whose child does not die."""
+
+_DIES: Final = 0.1
+"""Seconds within which a child that was killed dies, unless the kernel waits in its place."""
 
 MOST_BYTES: Final = 1 << 24
 """The maximum of bytes of an answer."""
@@ -97,7 +100,7 @@ class _Program:
 
     def _patience(self) -> float:
         due = [child.deadline for child in self._children.values() if not child.answered]
-        due += [deadline for _, deadline in self._waiting]
+        due += [self._due(*each) for each in self._waiting]
         return max(min(due, default=self._used + IDLE) - clock.monotonic(), 0.0)
 
     def _receive(self) -> bool:
@@ -125,10 +128,15 @@ class _Program:
             before = self._children.get(request.owner)
             if before is None and len(self._children) < MOST_CHILDREN:
                 self._start(request, deadline)
-            elif now >= deadline or (before is not None and before.answered):
+            elif now >= self._due(request, deadline):
                 self._answer(Answer(request.number, unknown=_late(request)))
             else:
                 self._waiting.append((request, deadline))
+
+    def _due(self, request: Request, deadline: float) -> float:
+        """Return when a waiting request is late: at its deadline, or once the child before it should have died."""
+        before = self._children.get(request.owner)
+        return deadline if before is None else min(deadline, before.deadline + _DIES)
 
     def _start(self, request: Request, deadline: float) -> None:
         importlib.import_module(request.module)  # once, here, and not in each child

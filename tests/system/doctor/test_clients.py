@@ -12,7 +12,7 @@ from mpsd.system.processes.foreign_reader import ForeignReader
 def looked(pid: int) -> ClientSeen | None:
     async def read() -> ClientSeen | None:
         async with ForeignReader() as reader:
-            return await look(pid, "lease-1", reader, gpu="GPU-1", granted=7)
+            return next(iter(await look([(pid, "lease-1", "GPU-1", 7)], reader)), None)
 
     return asyncio.run(read())
 

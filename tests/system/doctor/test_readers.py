@@ -161,6 +161,18 @@ def test_lookalikes(short_tmp: Path) -> None:
 
         wait_until(lambda: seen() == expected, what="each to be seen as what it is")
 
+        fifo = short_tmp / "control"
+        os.mkfifo(fifo)  # whoever opens it waits for a writer
+        many = {start(str(fifo), "-f", executable=impostor, **theirs) for _ in range(50)}
+
+        async def look() -> Reading[tuple[ProcessSeen, ...]]:
+            async with ForeignReader() as reader, asyncio.timeout(20):  # one by one, they take a minute
+                return await proc.processes((str(fifo),), short_tmp, reader)
+
+        found = asyncio.run(look())
+        assert isinstance(found, Known)
+        assert many <= {each.pid for each in found.value if each.lookalike}
+
 
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),

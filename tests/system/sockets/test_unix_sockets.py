@@ -1,10 +1,14 @@
 """The sockets that listen at a path, and those that are connected there, in the kernel's tables."""
 
+import asyncio
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
@@ -44,6 +48,40 @@ def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
             assert sock_diag.connected(path) == {inode(peer)}
         assert process_table.holding([inode(listener), 1]) == {os.getpid(): {inode(listener)}}
         assert process_table.holding([]) == {}
+
+
+SHARING: Final = """
+import ctypes, os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (18000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.setresgid(2602, 2602, 2602)
+os.setresuid(2602, 2602, 2602)
+for _ in range(17900):
+    os.dup(0)
+clone = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+for _ in range(400):
+    if ctypes.CDLL(None).syscall(clone, 0x400 | 17, 0, 0, 0, 0) == 0:  # CLONE_FILES, SIGCHLD
+        os.read(0, 1)
+        os._exit(0)
+print(flush=True)
+for _ in range(400):
+    os.wait()
+"""
+"""A user's processes that share one table of descriptors: seven million links in /proc, at the cost of few."""
+
+
+@pytest.mark.root("be another user")
+def test_many_descriptors() -> None:
+    """A user with any number of descriptors delays nobody, and the sockets of other users' processes are found."""
+
+    async def found() -> dict[int, set[int]]:
+        async with asyncio.timeout(15):
+            return await asyncio.to_thread(process_table.holding, [inode(own)])
+
+    popen: Any = subprocess.Popen([sys.executable, "-c", SHARING], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with unix(socket.SOCK_STREAM) as own, popen as process:
+        assert process.stdout.readline() == b"\n"
+        assert asyncio.run(found()) == {os.getpid(): {inode(own)}}
+        process.communicate()
 
 
 def test_name_is_no_evidence(short_tmp: Path) -> None:

@@ -261,7 +261,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             log.info(EventName.NODE_STOPPING, stop_daemons=plan.stop_daemons)
             if plan.manager.listener is not None and plan.stop_daemons is StopDaemons.NEVER:
                 await api.leave()
-            node.leave()
+            await node.leave()
             if plan.stop_daemons is StopDaemons.DRAIN:
                 await _drain(node, at_once, group)
             withdraw()

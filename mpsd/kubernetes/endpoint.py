@@ -14,6 +14,7 @@ from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
+from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.wire import Socket
 from mpsd.system import clock
@@ -141,5 +142,5 @@ class Endpoint(Part):
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
             elif isinstance(error, UnreachableError):
                 code = grpc.StatusCode.UNAVAILABLE
-            context.abort(code, f"{error.detail} [{error.code}]; {error.hint}")
+            context.abort(code, told_to_users(error))
             raise AssertionError from None  # `abort` does not return

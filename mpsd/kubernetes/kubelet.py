@@ -14,7 +14,7 @@ from mpsd.core.kubernetes import devices, pods
 from mpsd.core.kubernetes.claims import user_of
 from mpsd.core.kubernetes.devices import Container
 from mpsd.core.kubernetes.settings import Settings
-from mpsd.core.model import Known, Unknown
+from mpsd.core.model import Known, ProcessIdentity, Unknown
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.pod_reader import PodReader
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
@@ -155,12 +155,14 @@ def user_of_program(
     answer = reader.ask(pod, foreign_files.started_with, [pid for pid in pids if pid], variable, value)
     if isinstance(answer, Unknown):
         because = answer.reason
-    for pid, reason in answer.value if isinstance(answer, Known) else ():
+    for process, reason in answer.value if isinstance(answer, Known) else ():
+        user = proc.effective_user(process.pid)
+        # Last, so that all of the above is about this process of the pod, and not about a stranger with its pid.
+        if user is None or not _is_in(pod, process, settings):
+            continue
         if not reason:
-            user = proc.effective_user(pid)
-            if user is not None:
-                users.append(User(*user))
-        elif not _may_execute(pid) and proc.effective_uid(pid) != held_by:
+            users.append(User(*user))
+        elif not _may_execute(process.pid) and user[0] != held_by:
             because = reason
     if users:
         uid = user_of({each.uid for each in users})
@@ -173,6 +175,13 @@ def user_of_program(
             limit="environment",
         )
     return None
+
+
+def _is_in(pod: str, process: ProcessIdentity, settings: Settings) -> bool:
+    """Tell whether a process is in the control group of a pod, and has its pid still."""
+    with group_of(pod, settings) as found:
+        is_listed = found is not None and process.pid in found.processes()
+    return is_listed and proc.start_ticks(process.pid) == process.start_ticks
 
 
 def _may_execute(pid: int) -> bool:

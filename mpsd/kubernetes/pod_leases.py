@@ -8,7 +8,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sized
 
-from mpsd.core.errors import MpsdError, NotPermittedError, UnreachableError
+from mpsd.core import health
+from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotPermittedError, UnreachableError
 from mpsd.core.kubernetes.claims import ROOT, Held, Release, Renew
 from mpsd.core.kubernetes.devices import Part as Share
 from mpsd.kubernetes import kubelet
@@ -117,3 +118,13 @@ class PodLeases(Part, ABC):
 
     def _forget_all_but(self, known: Collection[str]) -> None:
         self._said = {about: because for about, because in self._said.items() if about in known}
+
+
+def told_to_users(error: MpsdError) -> str:
+    """Return a refusal for a pod's event, without what mpsd tells an administrator alone; the log has all of it."""
+    hint = error.hint
+    if isinstance(error, CapacityError) and error.limit in health.LIMITS:
+        hint = health.REFUSED_HINT
+    elif isinstance(error, DoesNotFitError):
+        hint = hint.partition("; ")[0]  # mpsd names the leases that are in the way after it
+    return f"{error.detail} [{error.code}]; {hint}"

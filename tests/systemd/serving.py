@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from mpsd.core.capabilities import DAEMON
+from mpsd.core.capabilities import DAEMON, Capability
 from mpsd.core.events import EventName
 from mpsd.daemon.record.log import MESSAGE_IDS
 from tests.driven_program import DrivenProgram
@@ -60,10 +60,17 @@ class ServerHealth:
     def test_sandbox(self, machine: Machine, service: Service) -> None:
         """mpsd has the capabilities of the unit, control daemons some of them; nvidia-modprobe may gain privileges."""
         names = machine.show("mpsd.service", "CapabilityBoundingSet").split()
+        unit = {Capability[name.removeprefix("cap_").upper()] for name in names}
+
+        def status_of(pid: int) -> dict[str, str]:
+            lines = machine.path(f"/proc/{pid}/status").read_text().splitlines()
+            return dict(line.split(":\t", 1) for line in lines)
+
+        has = int(status_of(1)["CapBnd"], 16)  # the machine is in a container, which may have few
         for pid in (service.main_pid, *service.running()):
-            status = dict(line.split(":\t", 1) for line in machine.path(f"/proc/{pid}/status").read_text().splitlines())
-            most = len(names) if pid == service.main_pid else len(DAEMON)
-            assert int(status["CapEff"], 16).bit_count() == most
+            status = status_of(pid)
+            most = unit if pid == service.main_pid else DAEMON
+            assert int(status["CapEff"], 16) == sum(1 << each for each in most) & has
             assert status["CapBnd"] == status["CapEff"]
             assert status["NoNewPrivs"] == "0"
             assert status["Seccomp"] == "2"
@@ -102,8 +109,8 @@ class ServerHealth:
                 assert service.main_pid not in {0, before}
 
         went = service.under_load(restart)
-        assert not went["wrong"]
-        assert went["times"] > 40
+        assert not went["wrong"], went["wrong"]
+        assert went["times"] > 20, went  # more than one for each restart
         assert machine.path("/run/mpsd/mpsd.sock").stat().st_ino == socket
         assert log.stat().st_size > written  # by a control daemon in the sandbox of an mpsd that has ended
 

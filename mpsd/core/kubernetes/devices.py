@@ -138,7 +138,7 @@ def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[st
     raise DoesNotFitError(
         f"no GPU of this node has {len(ids)} of {resource_name(kind, settings)} left, though all GPUs together have"
         f" ({parts}), and a container gets one GPU",
-        hint="request less, or use another node; otherwise wait until other pods of this node have ended",
+        hint="request less, use another node, or wait until other pods of this node have ended",
         limit="fragmentation",
     )
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
+from typing import Final
 
 from msgspec import structs
 
@@ -14,7 +16,7 @@ from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Claim, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import Claim, Inventory, Lease, LeaseRequest, LeaseState, Owner, Reading, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings, Users
@@ -37,6 +39,9 @@ from mpsd.system import clock
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment
 from mpsd.system.processes.foreign_reader import ForeignReader
+
+_LAST_ANSWERS: Final = 1.0
+"""Seconds for what others are asked as mpsd ends: any of them can make that take longer."""
 
 
 class Node:
@@ -65,6 +70,8 @@ class Node:
         self._pipe_access, self._endings, self._log = pipe_access, endings, log
         self._lacks = Lacks(log, "the offers of the GPUs")
         self._stopping = False
+        self._asked = set[asyncio.Future[None]]()
+        """Each is done when what others are asked for a request is known."""
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -225,8 +232,10 @@ class Node:
                 with contextlib.suppress(StorageError):
                     await self.leases.release(lease.id, f"{holders.who_said(who)} is quarantined")
 
-    def leave(self) -> None:
-        """Stop admission: mpsd is about to exit."""
+    async def leave(self) -> None:
+        """Stop admission: mpsd is about to exit. Requests for which others are asked now are decided first."""
+        if self._asked:
+            await asyncio.wait(self._asked, timeout=_LAST_ANSWERS)
         self._stopping = True
         self.leases.leave()
 
@@ -274,14 +283,11 @@ class Node:
         Raises what `Leases.admit` and `AdmissionChecks.check_request` do, RequestIdReusedError, and StoppingError.
         """
         # 1. What the holder can make take long is asked before anything is decided.
-        # 2. An mpsd that stops grants nothing, not even by repetition.
+        # 2. After that, an mpsd that stops grants nothing, not even by repetition.
         # 3. A repeated request gets the lease of the first one, whatever would refuse it now.
         # 4. The ledger learns the present offers, by which all later steps judge.
         # 5. The holder must be one that may have the lease, and can use it, before anything is granted.
-        elsewhere = await self._checks.elsewhere(named, self.offers())
-        user = await self.user_groups.complete(user, self.settings.current)
-        if self._stopping:
-            raise stopping()  # not logged: a waiting caller asks again and again
+        elsewhere, user = await self._asked_first(named, user)
         try:
             earlier = self._earlier(request, owner.uid, named if is_named else None)
             if earlier is None:
@@ -295,6 +301,22 @@ class Node:
             return await self.leases.answer(earlier, has_left)
         return await self.leases.admit(request, owner, named, wait=wait, ttl=ttl, has_left=has_left)
 
+    async def _asked_first(
+        self, named: NamedHolder | Claim, user: UserIdentity
+    ) -> tuple[Reading[list[Path]], UserIdentity]:
+        """Return what others are asked for before a decision. Raises StoppingError."""
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.add(asked)
+        try:
+            elsewhere = await self._checks.elsewhere(named, self.offers())
+            user = await self.user_groups.complete(user, self.settings.current)
+        finally:
+            self._asked.discard(asked)
+            asked.set_result(None)
+        if self._stopping:
+            raise stopping()  # not logged: a waiting caller asks again and again
+        return elsewhere, user
+
     def _earlier(self, request: LeaseRequest, uid: int, named: NamedHolder | Claim | None) -> Lease | None:
         """Return the lease that a request got before. Raises RequestIdReusedError."""
         if not request.request_id:
@@ -307,10 +329,9 @@ class Node:
         """Let a holder take a claim for its owner, as if that owner had requested the lease.
 
         A holder that has taken it already gets the lease again. Raises what `Claims.take` and
-        `AdmissionChecks.check_taker` do.
+        `AdmissionChecks.check_taker` do, and StoppingError.
         """
-        elsewhere = await self._checks.elsewhere(named, self.offers())
-        user = await self.user_groups.complete(user, self.settings.current)
+        elsewhere, user = await self._asked_first(named, user)
         try:
             lease = self.leases.claims.granted(lease_id)
             ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)

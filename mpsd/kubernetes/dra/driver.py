@@ -45,7 +45,7 @@ from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
-from mpsd.kubernetes.pod_leases import PodLeases
+from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
 from mpsd.system import clock
 
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -375,7 +375,7 @@ class Driver(PodLeases):
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
             if claim is not None:
-                self._events.warn(claim, f"{error.detail} [{error.code}]; {error.hint}")
+                self._events.warn(claim, told_to_users(error))
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:

@@ -12,6 +12,7 @@ from mpsd.kubernetes import wire
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
+from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
@@ -126,7 +127,7 @@ class Endpoint(Part):
             yield
         except MpsdError as error:
             self._log.warning(EventName.CLAIM_REFUSED, error, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
-            entry.error = f"{error.detail} [{error.code}]; {error.hint}"
+            entry.error = told_to_users(error)
 
     def _health(
         self, _: drahealth.NodeWatchResourcesRequest, context: grpc.ServicerContext

@@ -217,18 +217,18 @@ def leader_with(pids: list[int], variable: str, value: str) -> ProcessIdentity |
     return None
 
 
-def started_with(pids: list[int], variable: str, value: str) -> list[tuple[int, str]]:
+def started_with(pids: list[int], variable: str, value: str) -> list[tuple[ProcessIdentity, str]]:
     """Return those of these processes that were started with a variable of this value, and an empty text for each.
 
-    For one of which that is unknown, the text says why.
+    For one of which that is unknown, the text says why. Another process may have the pid by the end of a read.
     """
     found = []
-    for pid in pids:
-        match environment(pid, [variable]):
+    for process in filter(None, map(proc.identify, pids)):
+        match environment(process.pid, [variable]):
             case str(reason):
-                found.append((pid, reason))
+                found.append((process, reason))
             case dict(variables) if variables.get(variable) == value:
-                found.append((pid, ""))
+                found.append((process, ""))
     return found
 
 

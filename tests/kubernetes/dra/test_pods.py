@@ -189,6 +189,15 @@ class TestRefusals:
         assert sentence in str(refused.value)
         assert cluster.leases() == []
 
+    def test_names_no_lease_of_others(self, make_cluster: MakeCluster) -> None:
+        """Only the log names the leases that take the place of a claim."""
+        cluster = make_cluster(settings={"WAIT": "0.1"})
+        cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB", "name": "secret"})
+        with pytest.raises(RefusedError) as refused:
+            cluster.prepare(cluster.claim(result(threads="50")))
+        assert "secret" not in str(refused.value)
+        assert "secret, uid 0" in cluster.log("claim_refused")[-1]["hint"]
+
     def test_a_claim_of_another_uid(self, cluster: DraCluster) -> None:
         """A claim that was deleted and made again under its name is another claim."""
         claim = cluster.claim()

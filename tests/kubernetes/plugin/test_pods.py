@@ -297,12 +297,17 @@ class TestThreadsAndMemory:
         assert cluster.order("devices") == {}
 
     def test_no_room(self, make_cluster: MakeCluster) -> None:
-        """If others have what kubelet counts as free, the container fails with mpsd's reason until they are gone."""
+        """If others have what kubelet counts as free, the container fails with mpsd's reason until they are gone.
+
+        Only the log names their leases.
+        """
         cluster = make_cluster(settings={**TWO, "WAIT": "0.1"})
-        other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
+        other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB", "name": "secret"}).json
         pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
-        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED.*\[does_not_fit\]"):
+        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED.*\[does_not_fit\]") as refused:
             pod.start("main")
+        assert "secret" not in str(refused.value)
+        assert "secret, uid 0" in cluster.log("container_refused")[-1]["hint"]
         cluster.node.request("DELETE", f"/v1/leases/{other['id']}")
         pod.start("main")
         cluster.await_held(pod)

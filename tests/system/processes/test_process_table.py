@@ -175,7 +175,7 @@ def test_carriers() -> None:
         assert {value: [each.pid for each in processes] for value, processes in found.items()} == {"mine": [mine.pid]}
         assert foreign_files.carriers(own + 1, "MARK", ["mine"]).by_token == {}
         pids = [mine.pid, another.pid, other.pid]
-        assert foreign_files.started_with(pids, "MARK", "mine") == [(mine.pid, "")]
+        assert foreign_files.started_with(pids, "MARK", "mine") == [(proc.identify(mine.pid), "")]
         for each in (mine, another, other):
             each.communicate()
 

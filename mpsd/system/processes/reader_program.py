@@ -158,8 +158,8 @@ class _Program:
         child.output += piece
         if piece and len(child.output) <= MOST_BYTES:
             return
-        # The pipe has ended with the child, or the child says too much. The answer of a child that was killed, as for lack
-        # of memory, may be a part.
+        # The pipe has ended with the child, or the child says too much. An answer of a child that was killed, as for
+        # lack of memory, may be a part.
         if piece:
             os.kill(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)

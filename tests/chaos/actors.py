@@ -145,6 +145,7 @@ def front_ends(node: Node) -> list[int]:
     """
     mpsd = look_at(node.pid)
     found = [each for each in _children(node.pid) if mpsd is not None and each.command != mpsd.command]
+    found = [each for each in found if "reader_program" not in each.command]
     return [each.pid for each in found if not each.command.endswith(" -f") and " -f " not in each.command]
 
 

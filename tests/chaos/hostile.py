@@ -526,9 +526,11 @@ class Hostile(Chaos):
         for what, seconds in {
             "starts of mpsd": self.starts,
             "scrapes beside idle connections": self._scrapes,
-            "ends of leases after those of their holders": [*self.records.outlived.values()],
         }.items():
             yield f"{what}: {len(seconds)}, at most {max(seconds, default=0):.2f} s"
+        ends = self.records.outlived.values()
+        took, because = max(ends, default=(0.0, ""))
+        yield f"ends of leases after those of their holders: {len(ends)}, at most {took:.2f} s ({because})"
         served = dict.fromkeys(HONEST, 0)
         for lease in self.records.granted.values():
             served[lease["daemon"]] += 1

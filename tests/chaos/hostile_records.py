@@ -35,8 +35,8 @@ class HostileRecords(Records):
         """The pids of honest users' processes that chaos has ended."""
         self.died: dict[str, datetime] = {}
         """The leases whose holder has ended, with the time."""
-        self.outlived: dict[str, float] = {}
-        """By such a lease, the seconds until it ended too."""
+        self.outlived: dict[str, tuple[float, str]] = {}
+        """By such a lease, the seconds until it ended too, and mpsd's reason."""
         self.bytes: dict[str, int] = {}
         """By minute, the bytes logged beyond what honest users cause."""
 
@@ -76,7 +76,7 @@ class HostileRecords(Records):
     def _note_line(self, line: dict[str, Any]) -> None:
         if line["event"] == "lease_ended" and line["lease"] in self.died:
             took = datetime.fromisoformat(line["at"]) - self.died[line["lease"]]
-            self.outlived.setdefault(line["lease"], took.total_seconds())
+            self.outlived.setdefault(line["lease"], (took.total_seconds(), line["because"]))
         match line["event"]:
             # A process that has just ended is still in its server's list, and has no lease any more.
             case "client_forced" if line["pid"] not in self.honest - self._ended:

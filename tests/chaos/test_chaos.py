@@ -60,7 +60,7 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
                 chaos.clear()
             sys.stdout.write(f"{time.monotonic() - begun:.0f} s: {told(chaos)}\n")
         chaos.clear()
-        check_one_story(chaos.node)
+        check_one_story(chaos.node, [*chaos.records.events.values()])
         differ, _ = differences(chaos.node, Node.log)
         assert not differ, "the metrics tell another story than the log"
         holds_no_more_than_a_new_one(chaos)

@@ -205,7 +205,7 @@ class Chaos:
             self._let_go(self.dice.choice(here), way)
 
     def _let_go(self, member: Member, way: Callable[[Member], None]) -> None:
-        self.records.given_up.setdefault(member.lease, "its holder ended")
+        self.records.given_up[member.lease] = "its holder ended"  # also one that would have expired later
         way(member)
 
     def fault(self) -> None:

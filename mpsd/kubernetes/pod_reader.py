@@ -25,7 +25,7 @@ class PodReader:
         self._lock = threading.Lock()
         self._asked: dict[str, Future[Reading[Any]]] = {}
         """By pod, the request that has not answered within a moment."""
-        threading.Thread(target=self._loop.run_forever, name="reader", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reader", daemon=True)
 
     def ask(self, pod: str, question: Callable[P, T], *arguments: P.args, **none: P.kwargs) -> Reading[T] | None:
         """Call a function about a pod, and return its result; None until it has one, so that the caller asks again.
@@ -33,6 +33,10 @@ class PodReader:
         Raises the OSError that the function raised.
         """
         with self._lock:
+            if (
+                self._thread.ident is None
+            ):  # not before: the program blocks its signals first, and a thread inherits that
+                self._thread.start()
             asked, wait = self._asked.get(pod), 0.0
             if asked is None:
                 answer = self._reader.ask(f"pod {pod}", question, *arguments, **none)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from typing import Any, Final
 
 from tests.durability.forked import ForkedNode
 from tests.node import Answer, as_listed
+
+_ENDS: Final = 5
+"""Seconds within which the leases of dead holders end."""
 
 _DEADLINE: Final = 20
 """Seconds for one life of mpsd with its callers; a life takes a few tenths."""
@@ -296,8 +300,7 @@ class Load:
     async def check(self) -> None:
         """Check a new life of mpsd against every receipt. Raises one of `DEAD` when it dies meanwhile."""
         receipts = self.receipts
-        answer = await ask(self.node.socket, "GET", "/v1/leases")
-        leases = answer.json["leases"]
+        leases = await self._without_dead_holders()
         self._check_leases(leases)
         check_room(leases)
         here = {lease["id"]: lease for lease in leases}
@@ -317,6 +320,16 @@ class Load:
         ], "the queue has another order"
         await self._check_events()
         await self._clear_up(here)
+
+    async def _without_dead_holders(self) -> list[dict[str, Any]]:
+        """Return the leases once those have ended whose holders died, which takes a moment after a start."""
+        receipts = self.receipts
+        ends = time.monotonic() + _ENDS
+        while True:
+            leases: list[dict[str, Any]] = (await ask(self.node.socket, "GET", "/v1/leases")).json["leases"]
+            owed = [each for each in leases if each["id"] in receipts.owed - receipts.held.keys()]
+            if time.monotonic() > ends or not any(each["owner"]["pid"] in self._gone for each in owed):
+                return leases
 
     def _check_leases(self, leases: Iterable[dict[str, Any]]) -> None:
         receipts = self.receipts

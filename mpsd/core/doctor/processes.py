@@ -29,6 +29,9 @@ SERVER: Final = "server"
 FRONT_END: Final = "front-end"
 """The parts in MPS that a process can have."""
 
+UNREAD: Final = "process of MPS"
+"""The part of a process that the kernel calls as NVIDIA's programs, and whose arguments are not known."""
+
 MPSD: Final = "mpsd"
 
 USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
@@ -52,7 +55,7 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
     if not seen.host.first_pid_namespace:
         yield unknown("not all processes of the machine are visible in this pid namespace", AS_ROOT)
     for each in living(seen):
-        if each.part in {DAEMON, SERVER}:
+        if each.part in {DAEMON, SERVER, UNREAD}:
             yield from unread(each.variables, subject=f"pid {each.pid}")
 
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVER, USUAL, VISIBLE
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVER, UNREAD, USUAL, VISIBLE
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
@@ -63,7 +63,7 @@ async def processes(
                 found += map(_seen, answer.value)
             else:  # those that look so
                 hidden = (pid for pid in theirs if proc.command_of(pid) == _COMM)
-                found += (_seen(Claims(pid, "process of MPS", (), answer.reason)) for pid in hidden)
+                found += (_seen(Claims(pid, UNREAD, (), answer.reason)) for pid in hidden)
     except PermissionError as error:
         return _hidden(error.filename)
     seen = sorted((each for each in found if each is not None), key=lambda each: each.pid)
@@ -146,7 +146,7 @@ def claims(pids: list[int], program: list[str]) -> list[Claims]:
             elif arguments:
                 part = part_of(arguments, tuple(program))
             else:
-                part = "process of MPS" if proc.command_of(pid) == _COMM else None
+                part = UNREAD if proc.command_of(pid) == _COMM else None
             if part is not None:
                 found.append(_claims(pid, part, arguments))
     return found

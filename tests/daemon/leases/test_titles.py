@@ -81,10 +81,13 @@ def test_one_lease_of_several(node: Node) -> None:
         for each in (small, large):
             assert client.pid not in {process["pid"] for process in verified(node, each)["processes"]}
         assert client.sync()["ok"]
-        assert client.alloc("2GiB")["ok"]
-        told = event(node, "violation", kind="memory", pid=client.pid)
-        assert (told["lease"], told["policy"]) == (None, "terminate")
-        assert client.process.wait(20) == -signal.SIGTERM
+        with titled(node, large) as other:
+            assert other.alloc("2GiB")["ok"]
+            verified(node, small)
+            for process in (client, other):
+                told = event(node, "violation", kind="memory", pid=process.pid)
+                assert (told["lease"], told["policy"]) == (None, "terminate")
+                assert process.process.wait(20) == -signal.SIGTERM
     assert {line["client"] for line in node.events("client_attributed")} == set()
 
 

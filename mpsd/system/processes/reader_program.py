@@ -105,7 +105,10 @@ class _Program:
 
     def _receive(self) -> bool:
         """Take what the parent has sent; False when the parent is gone."""
-        piece = self._parent.recv(1 << 16)
+        try:
+            piece = self._parent.recv(1 << 16)
+        except ConnectionResetError:  # it was killed with an answer unread
+            return False
         self._input += piece
         *lines, rest = self._input.split(b"\n")
         self._input = bytearray(rest)
@@ -176,7 +179,7 @@ class _Program:
         self._send(_encoded(answer))
 
     def _send(self, answer: bytes | bytearray) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone, which the next look at the socket finds
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next look at the socket finds that, too
             self._parent.sendall(answer + b"\n")
 
 

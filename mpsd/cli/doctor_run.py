@@ -32,7 +32,7 @@ from mpsd.core.health import Kind
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
-from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.doctor import claims, disk, fixes, gpus, machine, proc, service
 from mpsd.system.processes import foreign_files, namespaces
 from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 
@@ -107,7 +107,7 @@ async def _observe_with(reader: ForeignReader, api: "Api", config: Path | None, 
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
     listens = socket.listener[0] if believed and socket.listener else 0
     process = await proc.process(listens, reader) if listens else None
-    if process is not None and not proc.is_mpsd(process.arguments):
+    if process is not None and not claims.is_mpsd(process.arguments):
         process = None  # a service manager listens, and passes the socket on
     arguments_of = (
         service.ServiceArguments() if process is None else service.arguments_of(process.pid, process.arguments, path)

@@ -151,6 +151,8 @@ def origin(holder: Holder) -> str:
     of its own making.
     """
     path = holder.group.path if isinstance(holder, HoldingGroup) else holder.container
+    if not path:
+        return ""
     parts = path.split("/")
     ends = (number for number, part in enumerate(parts, 1) if any(each.match(part) for each in (_POD, _SCOPE, _BARE)))
     return "/".join(parts[: next(ends, None)])
@@ -158,7 +160,7 @@ def origin(holder: Holder) -> str:
 
 def origins(lease: Lease) -> set[str]:
     """Return the control groups that a lease came from."""
-    return {*map(origin, lease.holders)} - {""}
+    return {group for each in lease.holders if (group := origin(each))}
 
 
 def is_within(path: str, group: str) -> bool:

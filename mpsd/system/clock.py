@@ -21,6 +21,11 @@ def second() -> int:
     return int(time.time())
 
 
+def both() -> tuple[int, int]:
+    """Return the time of day since 1970 and the monotonic clock, in microseconds: what they differ by, shows a jump."""
+    return time.time_ns() // 1000, time.monotonic_ns() // 1000
+
+
 def until_next(seconds: float) -> float:
     """Return the seconds until the next whole multiple of this period.
 

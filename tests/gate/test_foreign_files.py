@@ -49,7 +49,7 @@ def test_psutil_counts() -> None:
     assert names == NUMBERS | {"rss", "process_time"}
 
 
-QUESTIONS: Final = {"mpsd/system/doctor/proc.py": {"claims", "_claims", "programs"}}
+QUESTIONS: Final = {"mpsd/system/doctor/claims.py": {"of", "_claims", "programs"}}
 """Functions beside that module that a `ForeignReader` calls, too."""
 
 HARMLESS: Final = {"known_of", "interpreter"}

@@ -21,7 +21,7 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
-from mpsd.core.doctor.processes import SERVER
+from mpsd.core.doctor.parts import SERVER
 from mpsd.core.gpus import driver_branch
 from mpsd.core.model import Unknown
 from mpsd.core.mps.daemon_flags import MANY_USERS

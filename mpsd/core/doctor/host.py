@@ -23,7 +23,8 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
-from mpsd.core.doctor.processes import FRONT_END, MPSD, USUAL, is_elsewhere, living
+from mpsd.core.doctor.parts import FRONT_END, MPSD, USUAL
+from mpsd.core.doctor.processes import is_elsewhere, living
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size

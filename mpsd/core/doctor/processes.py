@@ -20,23 +20,10 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
+from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD, USUAL
 from mpsd.core.model import Unknown
 from mpsd.core.mps.daemon_flags import FOREGROUND
 from mpsd.core.units import MIB, format_size
-
-DAEMON: Final = "control daemon"
-SERVER: Final = "server"
-FRONT_END: Final = "front-end"
-"""The parts in MPS that a process can have."""
-
-UNREAD: Final = "process of MPS"
-"""The part of a process that the kernel calls as NVIDIA's programs, and whose arguments are not known."""
-
-MPSD: Final = "mpsd"
-
-USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
-"""The default pipe directories where CUDA_MPS_PIPE_DIRECTORY is not set; only root from R615 on uses the second, with
-protocol 3 (NVIDIA's documentation)."""
 
 _PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")
 

@@ -158,7 +158,7 @@ class Accountant:
         """Gaps that are not stored yet."""
         self._since = 0
         """The time of the last stored sample."""
-        self._seen = _now(), _monotonic()
+        self._seen = clock.both()
         """The last reading of both clocks."""
         self._noted = -_USAGE
         self._is_complete = False
@@ -174,7 +174,7 @@ class Accountant:
 
         The monotonic clock stands still while the machine is suspended, so that a suspension is a jump too.
         """
-        (before, then), (now, monotonic) = self._seen, (_now(), _monotonic())
+        (before, then), (now, monotonic) = self._seen, clock.both()
         self._seen = now, monotonic
         at = before + monotonic - then
         if abs(now - at) > SECOND:
@@ -204,7 +204,7 @@ class Accountant:
         events.flush()
         self._batches.clear()  # the replay below has the same changes
         cursor = self._store.cursor or Cursor(0, events.latest)
-        self._since = cursor.at or _now()
+        self._since = cursor.at or self._now()
         if cursor.at:
             since: dict[Series, int] = {}
             for tier, rollup in enumerate(self._rollups):
@@ -223,7 +223,7 @@ class Accountant:
         if cursor.monotonic and self._accounts.open:  # leases of this boot
             self._seen = cursor.at, cursor.monotonic
         before, then = self._seen
-        if cursor.at and (at := before + _monotonic() - then) - cursor.at > _READING:
+        if cursor.at and (at := before + clock.both()[1] - then) - cursor.at > _READING:
             self._gaps.append(Gap(cursor.at, at, "mpsd did not run"))
         self.sample(node, events, self._now())  # the next mpsd can continue from this sample
 
@@ -321,7 +321,7 @@ class Accountant:
         return TIERS[self._tier(since)] // SECOND
 
     def _tier(self, since: int) -> int:
-        ages, passed = self._settings.current.history, (_now() - since) / SECOND
+        ages, passed = self._settings.current.history, (self._now() - since) / SECOND
         # A minute more, so that a request for exactly the last hour gets its samples although the request took time.
         return 0 if passed <= ages.seconds + 60 else 1 if passed <= ages.minutes + 60 else 2
 
@@ -331,7 +331,7 @@ class Accountant:
         Raises InvalidRequestError where the report becomes too large.
         """
         if not self._is_complete:
-            return report.close(_now())
+            return report.close(self._now())
         if report.by is By.LEASE:
             return await self._fill_by_lease(report, pause)
         tier = self._tier(report.since)
@@ -365,14 +365,6 @@ class Accountant:
         if self.trouble and self._since < until:
             found.append(Gap(self._since, until, self.trouble))
         return found
-
-
-def _now() -> int:
-    return microseconds(clock.now())
-
-
-def _monotonic() -> int:
-    return round(clock.monotonic() * SECOND)
 
 
 def _folded(sums: Periods, periods: Periods) -> Periods:

@@ -6,9 +6,8 @@ which daemon/http/message renders.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -25,7 +24,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.table import Encoder, RequestOf, Route, Stream, Table
-from mpsd.daemon.api.turns import Turn, Turns, User
+from mpsd.daemon.api.turns import Pause, Turns, User, no_pause
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message, problem_answer, unroutable
 from mpsd.daemon.http.peer import Principal, RefusalLog
 from mpsd.daemon.node.user_groups import UserGroups
@@ -39,7 +38,10 @@ _MOST_DEFECTS: Final = 16
 """Defects that are logged in a minute, each with its traceback: a caller can repeat a request that meets one."""
 
 _MOST_UNREAD: Final = 16 * 1024 * 1024
-"""Bytes of answers for one user that the user has not read yet; one answer may have more."""
+"""Bytes of large answers for one user that the user has not read yet; one answer may have more."""
+
+_SMALL: Final = 16 * 1024
+"""Bytes of an answer that is not counted there: the number of connections bounds them."""
 
 _MOST_PATH: Final = 200
 """Maximum characters of a path in the log."""
@@ -70,7 +72,7 @@ class Dispatcher(Generic[H]):
     ) -> None:
         """Prepare every row."""
         self._settings, self._user_groups = settings, user_groups
-        self._in_flight = Counter[int]()
+        self._in_flight = defaultdict[int, int](int)
         """By uid, the requests that are not answered yet."""
         self._turns = Turns()
         self._unread = Counter[User]()
@@ -105,15 +107,12 @@ class Dispatcher(Generic[H]):
                     await self._arrival(message)
                 if endpoint.body is not None:  # such a request may fall under a quota
                     user = await self._user_groups.complete(principal.user, settings)
-                    principal = replace(principal, user=user)
-                turn = self._turns.turn((uid, principal.admin))
-                request = _decoded(endpoint, message, principal, names, turn)
-                async with turn if endpoint.in_turns else nullcontext():
-                    answer = endpoint.encode(await endpoint.handle(request))
-            if isinstance(answer, Answer):
-                await self._send(message, answer, (uid, principal.admin))
-            else:
-                await connection.stream(message, answer.media_type, answer.pieces)
+                    principal = principal if user is principal.user else replace(principal, user=user)
+                turn = self._turns.turn((uid, principal.admin)) if endpoint.in_turns else None
+                request = _decoded(endpoint, message, principal, names, turn.pause if turn else no_pause)
+                handling = endpoint.handle(request)
+                answer = endpoint.encode(await (turn.take(handling) if turn else handling))
+            await self._send(message, answer, (uid, principal.admin))
         except MpsdError as error:
             self._note_refusal(error, message)
             await connection.send(message, problem_answer(error))
@@ -137,9 +136,15 @@ class Dispatcher(Generic[H]):
             )
         self._in_flight[uid] += 1
 
-    async def _send(self, message: Message, answer: Answer, user: User) -> None:
+    async def _send(self, message: Message, answer: Answer | Stream, user: User) -> None:
         """Send an answer. Raises TooManyRequestsError where the user does not read the answers that it has already."""
+        if isinstance(answer, Stream):
+            await message.connection.stream(message, answer.media_type, answer.pieces)
+            return
         size = len(answer.body)
+        if size <= _SMALL:
+            await message.connection.send(message, answer)
+            return
         if self._unread[user] and self._unread[user] + size > _MOST_UNREAD:
             raise TooManyRequestsError(
                 f"uid {user[0]} has not read {self._unread[user]} bytes of earlier answers, and this one has {size}",
@@ -187,7 +192,7 @@ class Dispatcher(Generic[H]):
 
 
 def _decoded(
-    endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str], turn: Turn
+    endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str], pause: Pause
 ) -> RequestOf[Any]:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     if message.trouble is not None:
@@ -199,4 +204,4 @@ def _decoded(
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
         content = endpoint.body(message.body)
-    return RequestOf(principal, message.connection.peer, names, message.accept, turn.pause, content)
+    return RequestOf(principal, message.connection.peer, names, message.accept, pause, content)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from functools import lru_cache
 from operator import attrgetter
 from typing import Final, TypeVar
 
@@ -36,6 +37,7 @@ _GPU_OF: Final = attrgetter("gpu")
 _PID_OF: Final = attrgetter("pid")
 
 
+@lru_cache(256)  # a lease is shown again and again
 def time(moment: datetime) -> str:
     """Return a time in RFC 3339, with Z for UTC."""
     return moment.isoformat().replace("+00:00", "Z")

@@ -13,6 +13,7 @@ from msgspec import Raw, Struct
 from mpsd.core.model import Lease
 from mpsd.core.roles import Role
 from mpsd.core.settings import Settings
+from mpsd.daemon.api.turns import Pause
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.http.peer import Peer, Principal
 from mpsd.system.files.encoding import to_json
@@ -44,8 +45,8 @@ class Request(Struct, frozen=True):
     names: Mapping[str, str]
     accept: str
     """The media types that the caller accepts; empty where its request names none."""
-    pause: Callable[[], Awaitable[None]]
-    """For a route in turns: call it after each piece of work, and others have the loop between two slices of it."""
+    pause: Pause
+    """For a route in turns."""
 
     @property
     def uid(self) -> int:
@@ -121,7 +122,7 @@ def json(kind: type[J], status: int = 200, *, not_ok: int | None = None) -> Answ
     )
 
 
-async def encoded(answers: Iterable[J], pause: Callable[[], Awaitable[None]]) -> list[J]:
+async def encoded(answers: Iterable[J], pause: Pause) -> list[J]:
     """Return answers as the JSON text that each becomes in an answer, made one by one: many would take long at once."""
     texts: list[Any] = []
     for answer in answers:

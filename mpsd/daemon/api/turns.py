@@ -5,19 +5,29 @@ beyond its first: however many users ask for much, the others have half of the l
 """
 
 import asyncio
-from typing import Final, Self, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from mpsd.system import clock
 
+A = TypeVar("A")
+
 User: TypeAlias = tuple[int, bool]
 """A uid, and whether it is an administrator here: root, and the root of a container, are two users."""
+
+Pause: TypeAlias = Callable[[], Awaitable[None]]
+"""Called after each piece of work, it leaves the loop to others between two slices."""
 
 _SLICE: Final = 0.004
 """Seconds of a slice."""
 
 _REST: Final = 1.0
 """Seconds for which others have the loop, for each second of a slice."""
+
+
+async def no_pause() -> None:
+    """Pause nothing: the request has one slice."""
 
 
 class Turns:
@@ -35,24 +45,22 @@ class Turns:
 
 
 class Turn:
-    """The turn of one request, which lasts from its entry to its exit."""
+    """The turn of one request."""
 
     def __init__(self, own: asyncio.Lock, one: asyncio.Lock) -> None:
         self._own, self._one = own, one
         self._is_long = False
         self._began = 0.0
 
-    async def __aenter__(self) -> Self:
-        """Wait for the user's earlier requests."""
-        await self._own.acquire()
-        self._began = clock.monotonic()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Let the next request begin."""
-        self._own.release()
-        if self._is_long:
-            self._one.release()
+    async def take(self, handling: Awaitable[A]) -> A:
+        """Wait for the user's earlier requests, then for this one, and let the next one begin."""
+        async with self._own:
+            self._began = clock.monotonic()
+            try:
+                return await handling
+            finally:
+                if self._is_long:
+                    self._one.release()
 
     async def pause(self) -> None:
         """End the slice if it took long enough, and begin another after others had their time."""

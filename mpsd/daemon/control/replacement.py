@@ -238,10 +238,12 @@ class StoppedServers:
             unnamed = {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
         self._note(known | unnamed)
         late = [each for each, server in self._found.items() if clock.monotonic() - server.at >= stopped.PATIENCE]
-        if daemon is not None and not self._found and not _is_stopped(daemon.identity):
+        if daemon is not None and not self._found:
             late = [each for each in self._observer.quiet if is_closed and _age(each) >= stopped.HANGS]
             if silent >= stopped.HANGS:
                 late += [each for each in unnamed if proc.parent(each.pid) == daemon.identity.pid]
+            if late and _is_stopped(daemon.identity):
+                late = []
         if not late:
             return ""
         usage, many_users = await self._usage(), daemon is None or daemon.many_users

@@ -12,7 +12,6 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.record.bounded import LineShares
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.processes import namespaces
 from mpsd.system.processes.process import Process
 from mpsd.system.sockets.credentials import PeerCredentials, groups, peer_credentials, process_of
 
@@ -73,7 +72,7 @@ class Peer:
         """Tell whether the peer's process is, or may be, in a container: an invisible or dead process counts."""
         found = self.process()
         # The check of the process comes last: while it lives, what was looked up by its pid was its own.
-        return found is None or namespaces.is_contained(found.pid) or found.is_gone()
+        return found is None or found.is_contained() or found.is_gone()
 
     def process(self) -> Process | None:
         """Watch the process that connected; None when it is gone or not visible.

@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 from mpsd.core.model import GroupLife, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.system import clock
-from mpsd.system.processes import control_groups, namespaces, proc, process
+from mpsd.system.processes import control_groups, proc, process
 from mpsd.system.processes.control_groups import Hierarchy, Membership, OpenGroup
 from mpsd.system.processes.descriptors import Purpose
 from mpsd.system.processes.process import Process
@@ -212,7 +212,7 @@ class NamedHolder(Struct, frozen=True):
     def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
         """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
         pid = watched.pid
-        container = (proc.cgroup(pid) or "/") if namespaces.is_contained(pid) else ""
+        container = (proc.cgroup(pid) or "/") if watched.is_contained() else ""
         return cls(HoldingProcess(watched.identity, watched.started, uid, container), watched)
 
     @classmethod

@@ -98,7 +98,9 @@ class Quarantine:
 
     def check(self, uid: int, group: str = "") -> None:
         """Raise QuarantinedError for a quarantined uid, and for a holder from a quarantined control group."""
-        who = uid if uid in self._quarantined else self.group_around([group])
+        who = None
+        if self._quarantined:  # as seldom
+            who = uid if uid in self._quarantined else self.group_around([group])
         if who is not None:
             found = self._quarantined[who]
             raise QuarantinedError(

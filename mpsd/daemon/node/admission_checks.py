@@ -205,7 +205,10 @@ def _narrowed(
                 " mpsctl verify",
             )
         return request
-    hidden, directories = elsewhere.value, {offer.gpu: Path(offer.pipe_directory) for offer in offers}
+    hidden = elsewhere.value
+    if not hidden:
+        return request
+    directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
     invisible = {gpu for gpu, path in directories.items() if path in hidden}
     if invisible:
         wanted = directories if request.gpu == "any" else {request.gpu}

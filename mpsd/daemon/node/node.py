@@ -70,8 +70,9 @@ class Node:
         self._pipe_access, self._endings, self._log = pipe_access, endings, log
         self._lacks = Lacks(log, "the offers of the GPUs")
         self._stopping = False
-        self._asked = set[asyncio.Future[None]]()
-        """Each is done when what others are asked for a request is known."""
+        self._asking = 0
+        """The requests for which others are asked now."""
+        self._answered = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -234,8 +235,10 @@ class Node:
 
     async def leave(self) -> None:
         """Stop admission: mpsd is about to exit. Requests for which others are asked now are decided first."""
-        if self._asked:
-            await asyncio.wait(self._asked, timeout=_LAST_ANSWERS)
+        if self._asking:
+            self._answered.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._answered.wait(), _LAST_ANSWERS)
         self._stopping = True
         self.leases.leave()
 
@@ -305,14 +308,14 @@ class Node:
         self, named: NamedHolder | Claim, user: UserIdentity
     ) -> tuple[Reading[list[Path]], UserIdentity]:
         """Return what others are asked for before a decision. Raises StoppingError."""
-        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked.add(asked)
+        self._asking += 1
         try:
             elsewhere = await self._checks.elsewhere(named, self.offers())
             user = await self.user_groups.complete(user, self.settings.current)
         finally:
-            self._asked.discard(asked)
-            asked.set_result(None)
+            self._asking -= 1
+            if not self._asking:
+                self._answered.set()
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again
         return elsewhere, user

@@ -6,39 +6,27 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
-
-from msgspec import Struct
+from typing import Final
 
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, LIBRARIES, MPSD, SERVER, UNREAD, USUAL, VISIBLE
+from mpsd.core.doctor.parts import DAEMON, UNREAD
+from mpsd.core.doctor.processes import LIBRARIES
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system.doctor.machine import denied, reading
-from mpsd.system.host import host_environment
-from mpsd.system.processes import foreign_files, namespaces, proc, process_table
-from mpsd.system.processes.foreign_files import Environment, known_of
+from mpsd.system.doctor import claims
+from mpsd.system.doctor.claims import COMM, Claims, Program
+from mpsd.system.doctor.machine import reading
+from mpsd.system.processes import foreign_files, proc, process_table
+from mpsd.system.processes.foreign_files import known_of
 from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 from mpsd.system.sockets import sock_diag
 
 _PROC: Final = Path("/proc")
 
-_CONTROL_PROGRAM: Final = "nvidia-cuda-mps-control"
-_SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
-
-_COMM: Final = "nvidia-cuda-mps"
-"""The kernel's name for both of NVIDIA's programs, cut to 15 bytes. Source: proc(5), /proc/PID/comm."""
-
 _LONGEST_COMMAND: Final = 15
 
-_COMMANDS_OF_MPS: Final = (_COMM, "mpsd", "python")
+_COMMANDS_OF_MPS: Final = (COMM, "mpsd", "python")
 """How the kernel's names of the programs of MPS and of mpsd begin: the arguments of others are not read."""
-
-_MOST: Final = 1 << 16
-"""Maximum bytes of the variables of a process."""
-
-_COMMANDS: Final = frozenset({"run", "demo"})
 
 
 async def processes(
@@ -58,11 +46,11 @@ async def processes(
     candidates = [pid for pid in pids if proc.command_of(pid).startswith(names)]
     found = list[ProcessSeen | None]()
     try:
-        for theirs, answer in await reader.ask_each(candidates, claims, [*program]):
+        for theirs, answer in await reader.ask_each(candidates, claims.of, [*program]):
             if isinstance(answer, Known):
                 found += map(_seen, answer.value)
             else:  # those that look so
-                hidden = (pid for pid in theirs if proc.command_of(pid) == _COMM)
+                hidden = (pid for pid in theirs if proc.command_of(pid) == COMM)
                 found += (_seen(Claims(pid, UNREAD, (), answer.reason)) for pid in hidden)
     except PermissionError as error:
         return _hidden(error.filename)
@@ -112,79 +100,9 @@ def _hidden(path: str) -> Unknown:
 
 async def process(pid: int, reader: ForeignReader) -> ProcessSeen | None:
     """Return one process as an mpsd; None when there is none, or it cannot be read."""
-    answer = await reader.ask(owner_of(pid), claims, [pid], [])
+    answer = await reader.ask(owner_of(pid), claims.of, [pid], [])
     seen = [_seen(each) for each in answer.value] if isinstance(answer, Known) else []
     return next(iter(seen), None)
-
-
-class Claims(Struct):
-    """What a process says of itself, and what it sees."""
-
-    pid: int
-    part: str
-    arguments: tuple[str, ...]
-    variables: Environment
-    """Its CUDA_* variables."""
-    shared_memory: str = ""
-    """The device number of its /dev/shm."""
-    unseen: str = ""
-    """Why that is unknown."""
-    apart: bool = False
-
-
-def claims(pids: list[int], program: list[str]) -> list[Claims]:
-    """Return the claims of those processes that are of MPS; of all of them where no `program` is given.
-
-    Raises PermissionError.
-    """
-    found = []
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            arguments = foreign_files.arguments(pid)
-            if not program or is_mpsd(arguments):
-                part: str | None = MPSD
-            elif arguments:
-                part = part_of(arguments, tuple(program))
-            else:
-                part = UNREAD if proc.command_of(pid) == _COMM else None
-            if part is not None:
-                found.append(_claims(pid, part, arguments))
-    return found
-
-
-def _claims(pid: int, part: str, arguments: tuple[str, ...]) -> Claims:
-    variables = foreign_files.environment(pid, ["CUDA_"], _MOST)
-    directory = variables.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, dict) else ""
-    found = Claims(pid, part, arguments, variables)
-    try:
-        found.shared_memory = foreign_files.device_at(pid, host_environment.SHARED_MEMORY)
-        if not found.shared_memory:
-            found.unseen = f"the mounts of process {pid} do not say where {host_environment.SHARED_MEMORY} is"
-    except OSError as error:
-        found.unseen = denied(f"{error.filename}", error).reason
-    if part != MPSD and namespaces.sees_alike(pid) == Known(value=False):
-        found.apart = bool(foreign_files.elsewhere(pid, [Path(directory or USUAL[0])]))
-    return found
-
-
-def is_mpsd(arguments: Sequence[str]) -> bool:
-    """Tell whether a process is an mpsd by its arguments: started by its name, or by an interpreter with options."""
-    words = [each for each in arguments if not each.startswith("-")]
-    names = [Path(each).name for each in words[:2]]
-    if names and names[0].startswith("python"):
-        del names[0]
-    return names[:1] == ["mpsd"] and bool(_COMMANDS & set(words))
-
-
-def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> str | None:
-    """Return the part in MPS that a process has by its own arguments; None for any other process."""
-    # An interpreter runs a script, so the script's own name is the second argument.
-    names = {Path(argument).name for argument in arguments[:2]}
-    if _SERVER_PROGRAM in names:
-        return SERVER
-    if _CONTROL_PROGRAM in names or tuple(arguments[: len(program)]) == program:
-        return DAEMON if daemon_flags.is_daemon(arguments[1:]) else FRONT_END
-    return None
 
 
 def _seen(found: Claims) -> ProcessSeen | None:
@@ -210,35 +128,16 @@ def _seen(found: Claims) -> ProcessSeen | None:
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 
-_WANTED: Final = [VISIBLE, "CUDA_", "XLA_", "TF_"]
-
-
-_Program: TypeAlias = tuple[tuple[str, ...], Environment, list[str]]
-"""The arguments and the variables of a process, and the framework libraries that it has mapped."""
-
-
 async def look(shares: Sequence[tuple[int, str, str, int]], reader: ForeignReader) -> tuple[ClientSeen, ...]:
     """Inspect the processes of leases, each with its lease, its GPU and the memory granted there, without those gone.
 
     The processes of each owner are read at once, so that an owner of many makes doctor wait as long as one of few.
     """
-    found = dict[int, _Program]()
-    for theirs, answer in await reader.ask_each({pid for pid, *_ in shares}, programs):
+    found = dict[int, Program]()
+    for theirs, answer in await reader.ask_each({pid for pid, *_ in shares}, claims.programs, [*LIBRARIES]):
         found |= answer.value if isinstance(answer, Known) else dict.fromkeys(theirs, ((), answer.reason, []))
     return tuple(
         ClientSeen(*share, found[pid][0], variables, frozenset(found[pid][2]))
         for share in shares
         if (pid := share[0]) in found and (variables := known_of(Known(found[pid][1]))) is not None
     )
-
-
-def programs(pids: list[int]) -> dict[int, _Program]:
-    """Return the programs of those of these processes that can be read."""
-    found = dict[int, _Program]()
-    for pid in pids:
-        frameworks = list[str]()
-        with contextlib.suppress(OSError):
-            frameworks = foreign_files.has_mapped(pid, [*LIBRARIES])
-        with contextlib.suppress(OSError):
-            found[pid] = foreign_files.arguments(pid), foreign_files.environment(pid, _WANTED, _MOST), frameworks
-    return found

@@ -80,6 +80,7 @@ class Process:
         """The loop that reads the pidfd, if any."""
         self._started: datetime | None = None
         self._alike = False
+        self._contained: bool | None = None
 
     @property
     def pid(self) -> int:
@@ -104,6 +105,12 @@ class Process:
         seen = namespaces.sees_alike(self.pid)
         self._alike = seen == Known(value=True)
         return seen
+
+    def is_contained(self) -> bool:
+        """Tell what `namespaces.is_contained` does, by the first look: no process leaves its container."""
+        if self._contained is None:
+            self._contained = namespaces.is_contained(self.pid)
+        return self._contained
 
     def is_gone(self) -> bool:
         """Tell whether the process has ended, or is not watched any more."""

@@ -231,3 +231,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the parent ends it
     sys.stdout = sys.stderr
     _Program(socket.socket(fileno=0)).run()
+    os._exit(0)  # nothing is left to do, and its caller may wait

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from mpsd.core.doctor.finding import Library, LoggedVersions, Means, Mend, ProcessSeen
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, SERVER
+from mpsd.core.doctor.parts import DAEMON, FRONT_END, SERVER
 from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
-from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.doctor import claims, disk, fixes, gpus, machine, proc, service
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.processes import foreign_files
 from mpsd.system.processes.foreign_reader import ForeignReader
@@ -190,16 +190,16 @@ def test_lookalikes(short_tmp: Path) -> None:
 def test_parts(tmp_path: Path, name: str, arguments: list[str], part: str | None) -> None:
     """A process is a control daemon, a front-end, a server or none of them, by its name and its arguments."""
     with running(name, *arguments, pipe_directory=tmp_path) as process:
-        assert proc.part_of(foreign_files.arguments(process.pid), PROGRAM) == part
+        assert claims.part_of(foreign_files.arguments(process.pid), PROGRAM) == part
 
 
 def test_program_of_another_name() -> None:
     """The control program in use is recognised under any name; a script's name is behind its interpreter's."""
-    assert proc.part_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
-    assert proc.part_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) == DAEMON
-    assert proc.part_of(("/bin/sh", "-f"), PROGRAM) is None
-    assert proc.part_of(("/bin/sh", "/x/nvidia-cuda-mps-server"), PROGRAM) == SERVER
-    assert proc.part_of((), PROGRAM) is None
+    assert claims.part_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
+    assert claims.part_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) == DAEMON
+    assert claims.part_of(("/bin/sh", "-f"), PROGRAM) is None
+    assert claims.part_of(("/bin/sh", "/x/nvidia-cuda-mps-server"), PROGRAM) == SERVER
+    assert claims.part_of((), PROGRAM) is None
 
 
 def test_program_that_was_replaced(short_tmp: Path) -> None:
@@ -238,7 +238,7 @@ def test_program_that_was_replaced(short_tmp: Path) -> None:
 )
 def test_what_is_an_mpsd(arguments: str, *, is_one: bool) -> None:
     """A process is an mpsd by the arguments that it was started with."""
-    assert proc.is_mpsd(arguments.split()) is is_one
+    assert claims.is_mpsd(arguments.split()) is is_one
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -217,13 +217,6 @@ class Client(TypedDict):
     memory_held: Annotated[
         int | None, about("Bytes, at the last reading of NVML; null where NVML does not report them.")
     ]
-    sm_activity: Annotated[
-        int | None,
-        about(
-            "Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; null where"
-            " NVML does not report it, for example for a process that used nothing."
-        ),
-    ]
     verdict: Annotated[
         str, words(Verdict), about("`violation`: it has an open one. `unknown`: its limits are. Otherwise `ok`.")
     ]

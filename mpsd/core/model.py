@@ -159,11 +159,6 @@ class GpuProcess:
     """Bytes that it holds."""
     mps: bool = False
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
-    sm_activity: int | None = field(default=None, compare=False)
-    """Percent of the recent time in which it kept the GPU's SMs busy, by NVML; None where NVML does not report it.
-
-    No decision depends on it, so a GPU on which only this value differs counts as unchanged.
-    """
 
 
 @dataclass(frozen=True, slots=True)

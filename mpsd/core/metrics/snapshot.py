@@ -154,16 +154,11 @@ def _of_users(node: NodeSnapshot) -> Numbers:
             usage = usages.get(share.gpu)
             if usage is None:
                 continue
-            activity, held = found[families.LEASE_ACTIVITY], found[families.LEASE_MEMORY_HELD]
+            held = found[families.LEASE_MEMORY_HELD]
             held[labels] = 0
             for client in on_it:
                 process, pid = usage.processes.get(client.pid), str(client.pid)
-                if process is None:
-                    continue
-                if process.sm_activity is not None:
-                    found[families.CLIENT_ACTIVITY][*labels, pid] = process.sm_activity / 100
-                    activity[labels] = activity.get(labels, 0.0) + process.sm_activity / 100
-                if isinstance(process.memory, Known):
+                if process is not None and isinstance(process.memory, Known):
                     found[families.CLIENT_MEMORY_HELD][*labels, pid] = process.memory.value
                     held[labels] += process.memory.value
     return {

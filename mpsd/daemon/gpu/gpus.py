@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core import gpus
 from mpsd.core.errors import GpuError
 from mpsd.core.events import EventName
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.core.signal import Signal
 from mpsd.daemon.gpu.compute_modes import ComputeModes
@@ -158,17 +158,9 @@ class Gpus:
 
     def held(self, uuid: str, pid: int) -> int | None:
         """Return how many bytes of a GPU a process held at the last reading; None where NVML did not report it."""
-        process = self._process(uuid, pid)
-        return process.memory.value if process is not None and isinstance(process.memory, Known) else None
-
-    def sm_activity(self, uuid: str, pid: int) -> int | None:
-        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not report it."""
-        process = self._process(uuid, pid)
-        return None if process is None else process.sm_activity
-
-    def _process(self, uuid: str, pid: int) -> GpuProcess | None:
         usage = self.usages.get(uuid)
-        return usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        process = usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        return process.memory.value if process is not None and isinstance(process.memory, Known) else None
 
     def views(self) -> Iterator[GpuView]:
         """Yield the GPUs by index, including those that could not be read."""

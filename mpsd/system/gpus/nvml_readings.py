@@ -5,7 +5,6 @@ from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
 from mpsd.core.model import GpuProcess, Known, Unknown
-from mpsd.system import clock
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
     (github.com/XuehaiPan/nvitop/pull/89).
     """
     held: dict[int, GpuProcess] = {}
-    activity = _sm_activity(lib, handle)
     for kind in ("Compute", "MPSCompute"):
         name = f"nvmlDeviceGet{kind}RunningProcesses"
         try:
@@ -64,32 +62,8 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
             if process.usedGpuMemory is not None:
                 known = memory.value if isinstance(memory, Known) else 0
                 memory = Known(max(known, int(process.usedGpuMemory)))
-            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute", activity.get(pid))
+            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute")
     return held
-
-
-_RECENT: Final = 10
-"""Seconds for which a sample of a process's activity is reported; mpsd reads the GPUs as often."""
-
-_WHOLE: Final = 100
-"""Percent. Some drivers report a larger value for an unknown one (github.com/NVIDIA/DCGM/issues/83)."""
-
-
-def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
-    """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
-
-    NVML takes samples, in driver-dependent intervals of up to a second, but none of a process that used nothing. It
-    answers NOT_FOUND where it has no sample at all, and lacks this function under MIG. The timestamps are times of day,
-    in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether NVML reports clients of MPS depends on the
-    driver.
-    """
-    since = (clock.second() - _RECENT) * 1_000_000
-    try:
-        samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
-    except lib.NVMLError:
-        return {}  # The value is only displayed, so a reading without it is complete.
-    latest = sorted(samples, key=lambda each: int(each.timeStamp))
-    return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
 
 
 def _ask(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types

@@ -175,7 +175,7 @@ def test_hostile_text(short_tmp: Path) -> None:
     gpu = {"uuid": "GPU-0", "index": 0, "health": "ok", "memory_total": 2**34, "threads_granted": 0.0, "clients": 0}
     gpu |= {"memory_granted": 0, "memory_held": None, "clients_unleased": 1, "clients_max": 48, "refused": None}
     daemon = {"gpu": "GPU-0", "name": "gpu0", "state": "ready"}
-    client = {"pid": 7, "uid": 0, "daemon": "gpu0", "lease": None, "memory_held": None, "sm_activity": 45}
+    client = {"pid": 7, "uid": 0, "daemon": "gpu0", "lease": None, "memory_held": None}
     client |= {"verdict": "ok"}
     status = http({"headline": hostile, "gpus": [gpu], "daemons": [daemon]})
     round_of_answers = (status, http({"clients": [{**client, "name": hostile}]}), http({"leases": []}))

@@ -46,7 +46,6 @@ _BY_INDEX: Final = "nvmlDeviceGetHandleByIndex_v2"
 _BY_UUID: Final = "nvmlDeviceGetHandleByUUID"
 _GPU_IS_LOST: Final = 15
 _FUNCTION_NOT_FOUND: Final = 13
-_NOT_FOUND: Final = 6
 _INVALID_ARGUMENT: Final = 2
 _NOT_SUPPORTED: Final = 3
 _NO_PERMISSION: Final = 4
@@ -144,34 +143,6 @@ def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child)
         102: GpuProcess(Unknown("NVML does not report how much memory process 102 holds"), mps=True),
     }
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
-
-
-def _activity(usage: object) -> dict[int, int | None]:
-    assert isinstance(usage, Known)
-    return {pid: process.sm_activity for pid, process in usage.value.processes.items()}
-
-
-def test_activity_of_processes(nvml: FakeNvml, gpus: Child) -> None:
-    """A process has its latest own sample, in percent; without a recent and credible one it is unknown."""
-    processes = [
-        f"process {gpu} MPSCompute {pid} 1000" for gpu, pid in ((0, 100), (0, 101), (0, 102), (0, 103), (1, 100))
-    ]
-    samples = ["activity 0 100 1 45", "activity 0 100 4 90", "activity 0 101 3600 80", "activity 0 102 1 2147483632"]
-    nvml.show(*_NODE, *processes, *samples, "activity 1 100 1 0", "activity 1 999 1 50")
-    first, second = gpus.inventory().gpus
-    assert _activity(gpus.usage(first)) == {100: 45, 101: None, 102: None, 103: None}
-    assert _activity(gpus.usage(second)) == {100: 0}
-
-
-@pytest.mark.parametrize("result", [_NOT_SUPPORTED, _NOT_FOUND, _FUNCTION_NOT_FOUND, _NO_PERMISSION, _GPU_IS_LOST])
-def test_activity_that_is_not_told(nvml: FakeNvml, gpus: Child, result: int) -> None:
-    """Without samples, or without permission to read them, activity is unknown; the rest of the reading is complete."""
-    process = "process 0 MPSCompute 100 1000"
-    nvml.show(*_NODE, process, "activity 0 100 1 45", _fault("nvmlDeviceGetProcessUtilization", result))
-    first, _ = gpus.inventory().gpus
-    usage = gpus.usage(first)
-    assert usage == Known(GpuUsage(_USED, {100: GpuProcess(Known(1000), mps=True)}))
-    assert _activity(usage) == {100: None}
 
 
 def test_usage_goes_by_uuid(nvml: FakeNvml, gpus: Child) -> None:

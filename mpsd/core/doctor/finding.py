@@ -114,6 +114,8 @@ class ProcessSeen:
     """Whether only its name, arguments and environment identify it, which any user can forge."""
     apart: bool = False
     """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
+    group: str = ""
+    """The path of its control group."""
 
     @property
     def pipe_directory(self) -> str | None:

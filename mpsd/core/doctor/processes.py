@@ -21,6 +21,7 @@ from mpsd.core.doctor.finding import (
     warn,
 )
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD, USUAL
+from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
 from mpsd.core.mps.daemon_flags import FOREGROUND
 from mpsd.core.units import MIB, format_size
@@ -61,7 +62,8 @@ def _found(verdict: Verdict, each: ProcessSeen, because: str, remedy: str, subje
 
 def _quit(each: ProcessSeen, directory: str) -> str:
     inside = f"nsenter --target {each.pid} --mount " if each.apart else ""
-    return f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
+    by_hand = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
+    return f"when its clients have exited: {service_first(each.group)}{by_hand}"
 
 
 def _is_own(seen: Observed, each: ProcessSeen) -> bool:

@@ -24,6 +24,7 @@ import msgspec
 from mpsd.core import capabilities
 from mpsd.core.errors import ControlError, ControlUnreachableError, ForeignDaemonError
 from mpsd.core.events import EventName
+from mpsd.core.holders import service_first
 from mpsd.core.model import DaemonProcess, Gpu, Known, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
@@ -496,6 +497,6 @@ def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, ex
     return ForeignDaemonError(
         f"pid {pid} (uid {uid}, {executable}) is a control daemon on {paths.pipe_directory} that mpsd did not start"
         " with its present configuration",
-        hint=f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
-        f" {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
+        hint=f"when its clients have exited: {service_first(proc.cgroup(pid))}echo quit |"
+        f" CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory} {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
     )

@@ -122,6 +122,7 @@ def _seen(found: Claims) -> ProcessSeen | None:
         variables=known_of(Known(found.variables)) or Known({}),  # it has ended, and uses nothing
         shared_memory=Known(os.makedev(*numbers)) if numbers else Unknown(found.unseen),
         apart=found.apart,
+        group=proc.cgroup(found.pid),
     )
 
 

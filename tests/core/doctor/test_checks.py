@@ -16,6 +16,7 @@ from mpsd.core.doctor.finding import (
     LoggedVersions,
     Means,
     Observed,
+    ProcessSeen,
     SharedMemoryPlace,
     SocketSeen,
     Space,
@@ -355,6 +356,31 @@ def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: st
 def test_what_is_fine(check: str, observed: Observed) -> None:
     """A case that only looks like a fault is not reported."""
     assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
+
+
+@pytest.mark.parametrize(
+    ("group", "first"),
+    [
+        ("/system.slice/mps.service", "systemctl disable --now mps.service"),
+        ("/system.slice/mps@0.service/sshd.service", "systemctl disable --now mps@0.service"),
+        ("/user.slice/user-7.slice/user@7.service/app.slice/mps.service", "systemctl --user disable --now mps.service"),
+        ("/user.slice/user-7.slice/session-3.scope", None),
+        (f"/system.slice/docker-{'0' * 64}.scope", None),
+        (f"/system.slice/containerd.service/{'0' * 64}", None),
+        ("/system.slice/mpsd.service", None),
+        ("", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("check", "daemon"), [("foreign-daemon", FOREIGN), ("default-directory", DEFAULT), ("other-daemon", OTHER)]
+)
+def test_daemon_of_a_unit(check: str, daemon: ProcessSeen, group: str, first: str | None) -> None:
+    """The remedy names the unit that would start the daemon again, and never one whose name its user chose."""
+    (found,) = look(check, processes(replace(daemon, group=group)))
+    by_hand = "echo quit | CUDA_MPS_PIPE_DIRECTORY="
+    before, _, _ = (found.remedy or "").partition(by_hand)
+    unit = "" if first is None else f"if {first.split()[-1]} started it, which starts it again: {first}; otherwise: "
+    assert before == f"when its clients have exited: {unit}"
 
 
 def test_what_cannot_be_seen_is_never_well() -> None:

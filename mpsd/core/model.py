@@ -149,6 +149,8 @@ class Gpu:
     """In the driver's notation, such as 535.261.03."""
     memory_reserved: int = 0
     """Bytes of the total that the driver reserves for itself; 0 where the driver, before 510, does not report it."""
+    integrated: bool = False
+    """Whether it has no memory of its own: the total is the host's, and the reserve is what the host keeps of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,8 @@ class GpuProcess:
 class GpuUsage:
     """The changing state of a GPU, read at one moment."""
 
-    memory_used: int
-    """Bytes in use on the whole GPU, by any process."""
+    memory_used: int | None
+    """Bytes in use on the whole GPU, by any process; None for an integrated GPU, of which the driver does not tell."""
     processes: Mapping[int, GpuProcess] = field(default_factory=dict)
     """The processes that use it, by pid; servers and clients of MPS included."""
     compute_mode: ComputeMode | None = ComputeMode.DEFAULT

@@ -177,6 +177,8 @@ class Setting(StrEnum):
 
     By default it ends within a moment, and its clients' contexts with it: measured on 580, other drivers are unknown.
     """
+    INTEGRATED = "integrated"
+    """With this file, a node that starts has GPUs that share the memory of their host, of which NVML tells nothing."""
     NO_MPS_ATTRIBUTE = "no_mps_attribute"
     """With this file, CUDA does not tell a process whether it uses MPS (CU_DEVICE_ATTRIBUTE_MPS_ENABLED)."""
 

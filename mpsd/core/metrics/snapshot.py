@@ -96,7 +96,9 @@ def _of_gpus(node: NodeSnapshot) -> Numbers:
         families.GPU_MEMORY_GRANTED: {labels: amount.memory for labels, amount in granted.items()},
         families.GPU_MEMORY_UNLEASED: {labels: amount.memory for labels, amount in unleased.items()},
         families.GPU_MEMORY_HELD: {
-            (_uuid(view),): view.usage.value.memory_used for view in views if isinstance(view.usage, Known)
+            (_uuid(view),): used
+            for view in views
+            if isinstance(view.usage, Known) and (used := view.usage.value.memory_used) is not None
         },
         families.GPU_THREADS: {(gpu.uuid,): node.threads_oversubscription for gpu in known},
         families.GPU_THREADS_GRANTED: {labels: amount.threads / 1000 for labels, amount in granted.items()},

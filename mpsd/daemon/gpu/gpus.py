@@ -200,4 +200,5 @@ class Gpus:
 
     def notes(self) -> list[str]:
         """Return facts about the GPUs that are worth knowing, although nothing is wrong."""
-        return self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})
+        integrated = [gpus.unmeasured(f"GPU {each.index}") for each in self.by_index.values() if each.integrated]
+        return integrated + self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})

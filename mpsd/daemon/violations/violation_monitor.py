@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
+from mpsd.core import gpus
 from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
 from mpsd.core.enforcement.attribution import AttributedClient, share_on
@@ -342,7 +343,7 @@ class ViolationMonitor:
             if (process := self._on_gpu(each)) is not None:
                 held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
-        unknown = [each for share in lease.shares for each in self._unknown(share, late)]
+        unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
         return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
 
@@ -351,8 +352,8 @@ class ViolationMonitor:
         usage = self.usages.get(client.gpu)
         return usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
 
-    def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
-        """Yield sentences about what is unknown of a share's GPU and its control daemon."""
+    def _unknown(self, share: Share, late: Collection[str], clients: Iterable[Client]) -> Iterator[str]:
+        """Yield sentences about what is unknown of a share's GPU, and the lease's clients there, and its daemon."""
         daemon, usage = self._daemons.get(share.daemon), self.usages.get(share.gpu)
         if daemon is None:
             yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
@@ -363,6 +364,8 @@ class ViolationMonitor:
         if not isinstance(usage, Known):
             because = usage.reason if usage is not None else "it was not read yet"
             yield f"the processes on the GPU of {share.daemon} are unknown: {because}"
+        elif usage.value.memory_used is None and any(each.gpu == share.gpu for each in clients):
+            yield gpus.unmeasured(f"the GPU of {share.daemon}")
 
     def _attribute_memory(self, attached: Iterable[AttributedClient]) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""

@@ -38,10 +38,11 @@ def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml h
     return int(value.value.uiVal) if value.nvmlReturn == lib.NVML_SUCCESS else None
 
 
-def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types
+def processes(lib: Any, handle: object, *, integrated: bool) -> dict[int, GpuProcess]:  # noqa: ANN401
     """Return the processes on a GPU by pid; a process that is listed twice counts once, with the larger figure.
 
     A process whose memory the driver does not report is included: without it, the process would seem to hold nothing.
+    So is each one on an integrated GPU, where nobody has measured what the reported memory means.
 
     Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers. In 535.43 to
     535.86 the struct is larger, and pynvml reads garbage; version 3 is missing in 535.98 and, being newer, before 510
@@ -59,7 +60,7 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
             silent = Unknown(f"NVML does not report how much memory process {pid} holds")
             before = held.get(pid, GpuProcess(silent))
             memory = before.memory
-            if process.usedGpuMemory is not None:
+            if process.usedGpuMemory is not None and not integrated:
                 known = memory.value if isinstance(memory, Known) else 0
                 memory = Known(max(known, int(process.usedGpuMemory)))
             held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute")

@@ -167,6 +167,20 @@ def test_drivers_before_510(nvml: FakeNvml, gpus: Child) -> None:
     assert gpus.usage(gpu) == Known(GpuUsage(_RESERVED + _USED))
 
 
+@pytest.mark.parametrize("versions", [("", "_v2"), ("_v2",)])
+def test_gpu_without_memory_of_its_own(nvml: FakeNvml, gpus: Child, versions: tuple[str, ...]) -> None:
+    """An integrated GPU, as of a GB10, has the memory of its host; what NVML says of its processes is not believed."""
+    shared = (_fault(f"nvmlDeviceGetMemoryInfo{each}", _NOT_SUPPORTED, gpu=0) for each in versions)
+    nvml.show(*_NODE, *shared, "process 0 MPSCompute 100 1000", "process 1 MPSCompute 100 1000")
+    first, second = gpus.inventory().gpus
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert first == replace(_FIRST_GPU, memory_total=total, memory_reserved=total // 8, integrated=True)
+    assert second == _SECOND_GPU
+    silent = Unknown("NVML does not report how much memory process 100 holds")
+    assert gpus.usage(first) == Known(GpuUsage(None, {100: GpuProcess(silent, mps=True)}))
+    assert gpus.usage(second) == Known(GpuUsage(0, {100: GpuProcess(Known(1000), mps=True)}))
+
+
 def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child) -> None:
     """Version 2 is tried first, since version 3 differs between drivers; 3 is used only where there is no 2."""
     processes = ("process 0 Compute 100 1000", "process 0 MPSCompute 101 2000")
@@ -562,8 +576,8 @@ def test_real_driver() -> None:
             assert gpu.uuid.startswith("GPU-")
             reading = gpus.usage(gpu)
             assert isinstance(reading, Known)
-            assert reading.value.memory_used >= 0
-            assert gpu.memory_reserved >= 0
-            assert gpu.memory_reserved + reading.value.memory_used <= gpu.memory_total
+            used = reading.value.memory_used
+            assert gpu.integrated == (used is None)
+            assert 0 <= gpu.memory_reserved + (used or 0) <= gpu.memory_total
         gpus.do("patience", 0.01)
         assert isinstance(gpus.do("faults"), Known)

@@ -7,6 +7,7 @@ exists, and the memory that NVML reports for the processes of a lease. A client 
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Final, NamedTuple
 
 from mpsd.core import holders
@@ -193,9 +194,33 @@ def environment_of(lease: Lease) -> str:
     return f"({shown}; setpriv --reuid {lease.owner.uid} --regid {lease.owner.gid} --init-groups PROGRAM)"
 
 
-def again(lease: Lease) -> str:
-    """Return the remedy for a process that is not under MPS."""
-    return f"start it again in the environment of its lease: {environment_of(lease)}"
+def again(lease: Lease, lacks: str = "") -> str:
+    """Return the remedy for a process that is not under MPS; `lacks` is the pipe directory that it does not see."""
+    return bind(lacks) if lacks else f"start it again in the environment of its lease: {environment_of(lease)}"
+
+
+def bind(directory: str) -> str:
+    """Return the remedy for a container without a pipe directory: the runtime directory of mpsd has to be there."""
+    top = PurePosixPath(directory).parents[1]
+    return (
+        f"start its container with {top} under the same path: --bind {top} (Apptainer, Singularity), --mount"
+        f" {top}:{top} (enroot), --container-mounts={top}:{top} (pyxis), -v {top}:{top}:ro (podman, Docker), or a"
+        " hostPath volume"
+    )
+
+
+def lacks(share: Share, process: ProcessIdentity, hidden: Mapping[ProcessIdentity, str]) -> str:
+    """Return the pipe directory of a share if a process was started with it and does not see it; otherwise empty.
+
+    `hidden` has the pipe directory that each process does not see.
+    """
+    directory = hidden.get(process, "")
+    return directory if directory == share.env[PIPE_DIRECTORY] else ""
+
+
+def without(directory: str) -> str:
+    """Describe a process that does not see the pipe directory of its lease, for the end of a sentence."""
+    return f": it has the environment of its lease, but its container does not have {directory}" if directory else ""
 
 
 # -- what is a violation -----------------------------------------------------------------------------------------------
@@ -384,13 +409,17 @@ def of_undecided_memory(
         yield Violation(ViolationKind.MEMORY, each, None, daemon, because, RUN, servers.get(each))
 
 
-def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
-    """Judge the processes of a lease that use its GPU and are not clients of MPS."""
+def of_outside(
+    lease: Lease, share: Share, outside: Iterable[ProcessIdentity], hidden: Mapping[ProcessIdentity, str]
+) -> Iterator[Violation]:
+    """Judge the processes of a lease that use its GPU and are not clients of MPS; `hidden` as in `lacks`."""
     for identity in outside:
+        lacking = lacks(share, identity, hidden)
         because = (
-            f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"
+            f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without"
+            f" limits{without(lacking)}"
         )
-        hint = again(lease)
+        hint = again(lease, lacking)
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)
 
 

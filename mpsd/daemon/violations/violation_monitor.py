@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from mpsd.core import gpus
+from mpsd.core import gpus, holders
 from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
 from mpsd.core.enforcement.attribution import AttributedClient, share_on
@@ -49,6 +49,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.daemon.violations.environments import Environments
+from mpsd.daemon.violations.mount_visibility import MountVisibility
 from mpsd.system import clock
 from mpsd.system.processes import proc
 from mpsd.system.processes.foreign_reader import ForeignReader
@@ -190,6 +191,7 @@ class ViolationMonitor:
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
         self.environments = Environments(reader)
+        self.visibility = MountVisibility(reader)
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs; each reading is a new object."""
@@ -345,7 +347,16 @@ class ViolationMonitor:
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
-        return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
+        return verification.verify(
+            lease, clients, held, self.violations, memory=memory, unknown=unknown, hidden=self.visibility.hidden
+        )
+
+    async def see(self, lease: Lease) -> bool:
+        """Read which processes of a lease do not see its pipe directory, of those that no server lists; tell of any."""
+        held = (each for share in lease.shares for each in self.held.get((lease.id, share.gpu), ()))
+        processes = {*holders.processes(lease), *lease.bearers, *held} - self.listed().keys()
+        await self.visibility.read(processes)
+        return not processes.isdisjoint(self.visibility.hidden)
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
         """Return what the last reading of its GPU says about a client."""
@@ -406,6 +417,7 @@ class ViolationMonitor:
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
         self.held, self._held_by_undecided, self._of_other_users = now_held, undecided, [*of_others.values()]
+        self.visibility.look({each for held in now_held.values() for each, on in held.items() if not on.mps})
 
     def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:
         for client, lease, counted, _ in attached:
@@ -452,7 +464,7 @@ class ViolationMonitor:
             if too_much is not None:
                 yield too_much
             outside = [each for each, on in held.items() if not on.mps and each not in servers]
-            yield from violations.of_outside(lease, share, outside)
+            yield from violations.of_outside(lease, share, outside, self.visibility.hidden)
 
     def _attributed(self, lease: Lease, gpu: str) -> int:
         """Return the bytes that the processes of a lease hold on a GPU."""

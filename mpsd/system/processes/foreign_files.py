@@ -329,6 +329,21 @@ def elsewhere(pid: int, paths: list[Path]) -> list[Path]:
     return [each for each in paths if namespaces.place(own, each) != namespaces.place(theirs, each)]
 
 
+def blind(pids: list[int], variable: str) -> dict[int, str]:
+    """Return the directory in a variable of each of these processes whose path leads the process elsewhere than mpsd.
+
+    So it is in a container that was started with the variable, and without the directory. A process is left out where
+    that is unknown.
+    """
+    found = {}
+    for pid in pids:
+        variables = environment(pid, [variable])
+        value = variables.get(variable) if isinstance(variables, dict) else None
+        if value and elsewhere(pid, [Path(value)]):
+            found[pid] = value
+    return found
+
+
 def mounts(pid: int) -> tuple[namespaces.Mount, ...] | None:
     """Return the mounts that a process sees; None where the table is too long. Raises OSError."""
     raw = _read(pid, ForeignFile.MOUNTS, _MOST_READ + 1)

@@ -378,7 +378,7 @@ def test_verify() -> None:
 
     short = verify(granted, [client(of=granted, ceiling=CLOSED)], held, (), memory=True)
     assert (short.verdict, short.processes[0].in_force) == (Verdict.VIOLATION, CLOSED)
-    elsewhere = replace(of_outside(granted, granted.shares[0], [OTHER]).__next__(), kind=ViolationKind.USER)
+    elsewhere = replace(of_outside(granted, granted.shares[0], [OTHER], {}).__next__(), kind=ViolationKind.USER)
     seen = verify(granted, [client(of=granted)], held, [elsewhere], memory=True)
     assert [(each.pid, each.verdict) for each in seen.processes] == [
         (HOLDER.pid, Verdict.OK),

@@ -57,6 +57,9 @@ def of_host(total: int) -> tuple[int, int]:
     return total, total // _PART_OF_HOST
 
 
+UNLISTED: Final = "NVML does not list the processes of this GPU"
+
+
 def unmeasured(gpu: str) -> str:
     """Say what is unknown of the memory of an integrated GPU, which is named so."""
     return (

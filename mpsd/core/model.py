@@ -176,6 +176,8 @@ class GpuUsage:
     recovery: int | None = None
     """The action that it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does
     not report it."""
+    listed: bool = True
+    """Whether the driver lists its processes; where it does not, `processes` is empty, and says nothing of anything."""
 
     @property
     def clients(self) -> set[int]:

@@ -221,6 +221,8 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         usage = known(each.usage)
         if usage is None:
             continue
+        if not usage.listed:
+            yield unknown(gpus.UNLISTED, subject=_name(each))
         outside = sorted(
             pid
             for pid, process in usage.processes.items()

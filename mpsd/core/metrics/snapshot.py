@@ -154,7 +154,7 @@ def _of_users(node: NodeSnapshot) -> Numbers:
             found[families.LEASE_MEMORY][labels] = share.memory.bytes
             found[families.LEASE_CLIENTS][labels] = len(on_it)
             usage = usages.get(share.gpu)
-            if usage is None:
+            if usage is None or usage.memory_used is None:
                 continue
             held = found[families.LEASE_MEMORY_HELD]
             held[labels] = 0

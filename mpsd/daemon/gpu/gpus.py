@@ -153,8 +153,12 @@ class Gpus:
 
     @property
     def usages(self) -> dict[str, Reading[GpuUsage]]:
-        """The usage of each GPU, by UUID."""
-        return {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
+        """The usage of each GPU, by UUID; unknown where its processes are, since each would seem to use nothing."""
+        there = {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
+        return {
+            uuid: Unknown(gpus.UNLISTED) if isinstance(each, Known) and not each.value.listed else each
+            for uuid, each in there.items()
+        }
 
     def held(self, uuid: str, pid: int) -> int | None:
         """Return how many bytes of a GPU a process held at the last reading; None where NVML did not report it."""
@@ -201,4 +205,5 @@ class Gpus:
     def notes(self) -> list[str]:
         """Return facts about the GPUs that are worth knowing, although nothing is wrong."""
         integrated = [gpus.unmeasured(f"GPU {each.index}") for each in self.by_index.values() if each.integrated]
-        return integrated + self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})
+        there = {gpu.uuid for index, gpu in self.by_index.items() if isinstance(self._usage.get(index), Known)}
+        return integrated + self.modes.notes(there)

@@ -293,10 +293,20 @@ class _Nvml:
 
     def usage(self, uuid: str) -> GpuUsage:
         handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
-        memory = self._memory(handle)
-        processes = nvml_readings.processes(self.lib, handle, integrated=memory is None)
-        used = None if memory is None else memory[2]
-        return GpuUsage(used, processes, self._compute_mode(handle), nvml_readings.recovery(self.lib, handle))
+        memory, listed = self._memory(handle), True
+        try:
+            processes = nvml_readings.processes(self.lib, handle, integrated=memory is None)
+        except self.lib.NVMLError_NotSupported:
+            if memory is not None:
+                raise
+            processes, listed = {}, False
+        return GpuUsage(
+            memory_used=None if memory is None else memory[2],
+            processes=processes,
+            listed=listed,
+            compute_mode=self._compute_mode(handle),
+            recovery=nvml_readings.recovery(self.lib, handle),
+        )
 
     def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> ComputeMode | None:
         """Set a GPU's compute mode. Raises ComputeModeError when the driver refuses."""

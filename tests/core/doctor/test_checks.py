@@ -276,6 +276,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("ecc", gpu(condition=Condition(uncorrected=3)), "fail", "3 uncorrected ECC errors"),
     ("ecc", gpu(condition=Condition(remapping_failed=True)), "fail", "no spare row is left"),
     ("ecc", gpu(condition=Condition(retirement_pending=True)), "fail", "need a reset"),
+    ("outside", gpu(usage=replace(USAGE, listed=False)), "unknown", "NVML does not list"),
     ("outside", gpu(usage=used(7, 300, mps=False)), "warn", "pid 7 uses it outside MPS"),
     ("outside", gpu(usage=used(7, mps=False, mode=ComputeMode.EXCLUSIVE_PROCESS)), "fail", "no server can start"),
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}), "warn", "is the default directory"),

@@ -163,6 +163,14 @@ CASES: Final[list[tuple[NodeSnapshot, dict[str, float | None]]]] = [
         },
     ),
     (
+        node(views=(replace(VIEW, usage=Known(GpuUsage(None, {42: GpuProcess(Unknown("integrated"), mps=True)}))),)),
+        {
+            'mpsd_gpu_memory_held_bytes{gpu="GPU-0"}': None,
+            f"mpsd_lease_memory_held_bytes{OF_LEASE}": None,
+            f"mpsd_lease_clients{OF_LEASE}": 1,
+        },
+    ),
+    (
         node(daemons=(replace(DAEMON, state=State.FAILED, because="it died"),), violations=[ViolationKind.MEMORY]),
         {
             'mpsd_daemon_state{daemon="gpu0",mpsd_daemon_state="failed"}': 1,

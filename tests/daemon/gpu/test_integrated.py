@@ -18,16 +18,19 @@ NO_MEMORY = tuple(f"fault nvmlDeviceGetMemoryInfo{version} 0 3" for version in (
 """NVML's answer NOT_SUPPORTED."""
 
 
-def test_by_nvml(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> None:
-    """Its memory is that of the host, less an eighth and the reserve of the settings."""
-    nvml.show(*ONE_GPU, *NO_MEMORY, "process 0 Compute 1 4096")
+@pytest.mark.parametrize("processes", ["process 0 Compute 1 4096", "fault nvmlDeviceGetComputeRunningProcesses_v2 0 3"])
+def test_by_nvml(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer, processes: str) -> None:
+    """Its memory is that of the host, less an eighth and the reserve of the settings, whether NVML lists processes."""
+    nvml.show(*ONE_GPU, *NO_MEMORY, processes)
     node = make_node(simulate=None, config="", env=nvml.variables, fork_server=nvml_fork_server).start()
     (gpu,) = node.get("/v1/gpus").json["gpus"]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert (gpu["health"], gpu["refused"], gpu["memory_held"]) == ("ok", None, None)
     assert (gpu["memory_total"], gpu["memory_reserved"]) == (total, total // 8 + 512 * MIB)
     small = {"threads": 10, "memory": "1MiB"}
-    assert node.request("POST", "/v1/leases", small).status == 201
+    lease = node.request("POST", "/v1/leases", small).json["id"]
+    verdict = node.get(f"/v1/leases/{lease}/verify").json
+    assert (verdict["verdict"] == "unknown") == ("NVML does not list" in verdict["because"]) == ("fault" in processes)
     refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": total - total // 8})
     assert (refused.status, refused.json["limit"]) == (422, "memory")
     assert any("GPU 0 shares the memory of its host" in each for each in node.get("/v1/status").json["notes"])

@@ -181,6 +181,15 @@ def test_gpu_without_memory_of_its_own(nvml: FakeNvml, gpus: Child, versions: tu
     assert gpus.usage(second) == Known(GpuUsage(0, {100: GpuProcess(Known(1000), mps=True)}))
 
 
+def test_processes_that_are_not_listed(nvml: FakeNvml, gpus: Child) -> None:
+    """An integrated GPU whose processes NVML does not list can be read; any other one cannot."""
+    shared = [_fault(f"nvmlDeviceGetMemoryInfo{each}", _NOT_SUPPORTED, gpu=0) for each in ("", "_v2")]
+    nvml.show(*_NODE, *shared, _fault("nvmlDeviceGetComputeRunningProcesses_v2", _NOT_SUPPORTED))
+    first, second = gpus.inventory().gpus
+    assert gpus.usage(first) == Known(GpuUsage(None, listed=False))
+    assert gpus.usage(second) == Unknown("NVML: Not Supported")
+
+
 def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child) -> None:
     """Version 2 is tried first, since version 3 differs between drivers; 3 is used only where there is no 2."""
     processes = ("process 0 Compute 100 1000", "process 0 MPSCompute 101 2000")

@@ -131,6 +131,24 @@ class TestWithMpsd:
         _, found = doctor(node)
         assert found.keys() == {"fixed", *CHECKS}
 
+    def test_framework_under_a_lease(self, node: Node, tmp_path: Path) -> None:
+        """A framework that asks for more than each process of its lease may have is named, with what to set."""
+        node.start()
+        (tmp_path / "vllm").write_text("import sys; sys.stdin.read()")
+        command = [sys.executable, f"{tmp_path}/vllm", "serve", "--gpu-memory-utilization", "0.4"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as program:
+            lease = {"threads": 20, "memory": 8 << 30, "processes": 2, "pid": program.pid}
+            granted = node.request("POST", "/v1/leases", lease)
+            assert granted.status == 201, granted.body
+            _, found = doctor(node, *only("framework-memory"))
+            assert program.stdin is not None
+            program.stdin.close()
+        wrong = one(found, "framework-memory", f"pid {program.pid}")
+        assert (wrong["verdict"], wrong["evidence"]["granted"]) == ("warn", 4 << 30)
+        assert wrong["because"].endswith(f"a process of {granted.json['id']} may have 4GiB")
+        share = 0.88 * (4 << 30) / wrong["evidence"]["total"]
+        assert wrong["remedy"] == f"start it with --gpu-memory-utilization {share:.2g}"
+
     def test_not_well(self, node: Node, nvml: FakeNvml) -> None:
         """Each fault has a check that fails, with mpsd's own remedy; mpsd repairs it, and doctor does not."""
         nvml.set_compute_mode(FIRST, PROHIBITED)

@@ -289,7 +289,7 @@ def _program(seen: Observed) -> Iterator[Finding]:
 @check(
     "versions",
     "the control program, CUDA's library and the driver have the same version",
-    "Servers exit with status 1; clients fail with 805, or with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
+    "Clients fail with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803), or servers do not start; that was not measured.",
 )
 def _versions(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen.gpus.node)

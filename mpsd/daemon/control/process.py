@@ -177,8 +177,8 @@ class Instance:
         many_users = settings.users is Users.MANY
         allowed = self._program.capabilities
         if allowed is not None:
-            # One server of root for all users may need more than a server of one user: only a test on a GPU can show
-            # that.
+            # One server of root for all users may need more than a server of one user. It had all when it was measured
+            # (580), and fewer were not tried.
             allowed = None if many_users else allowed | capabilities.parse(settings.capabilities)
         # Also after a death: another process may have removed them, and MPS would make one that all users may write to.
         self._paths.create()

@@ -61,6 +61,11 @@ LOST: Final[Any] = {
 SILENT: Final = Unknown("there is no answer")
 MANY: Final = '[daemon]\nusers = "many"\n'
 VLLM: Final = ("python", "/opt/bin/vllm", "serve", "some-model")
+SGLANG: Final = ("python3.12", "-u", "-m", "sglang.launch_server", "--model-path", "some-model")
+ENGINE: Final = ("VLLM::EngineCore", "", "")
+SCHEDULER: Final = ("sglang::scheduler_TP0", "")
+OVERWRITTEN: Final = Unknown("/proc/500/environ cannot be read: it has no variable")
+SHELL: Final = ("bash", "-l")
 SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
 AVC: Final = 'audit: type=1400 avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" path="/run/mpsd/mps/gpu0"'
@@ -78,6 +83,11 @@ def numbered(value: str) -> Known[dict[str, str]]:
 def jax(variables: dict[str, str]) -> ClientSeen:
     """Return a process that runs JAX with these variables."""
     return client(frameworks=frozenset({"jaxlib"}), variables=Known(variables))
+
+
+def titled(*arguments: tuple[str, ...]) -> ClientSeen:
+    """Return a process that has written a title over its arguments and its environment, with its ancestors."""
+    return client(arguments=arguments[0], ancestors=arguments[1:], variables=OVERWRITTEN)
 
 
 def shm(**otherwise: Any) -> Observed:
@@ -266,6 +276,32 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
         "runs vLLM, which takes 90% of the GPU's total memory",
     ),
     ("framework-memory", clients(client(frameworks=frozenset({"jaxlib"}))), "warn", "runs JAX, which takes 75%"),
+    (
+        "framework-memory",
+        clients(titled(ENGINE, (*VLLM, "--gpu-memory-utilization", "0.9"), SHELL)),
+        "warn",
+        "takes 90% of the GPU's total memory at once by --gpu-memory-utilization (126GiB)",
+    ),
+    ("framework-memory", clients(titled(ENGINE, ("python", "serve.py"))), "unknown", "since it has set a title"),
+    ("framework-memory", clients(titled(SCHEDULER, SGLANG)), "warn", "computes from the 140GiB of the GPU"),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--config", "x.yaml"))), "unknown", "file of its --config"),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--gpu-mem=a"))), "unknown", "cannot be read: 'a'"),
+    ("framework-memory", clients(jax({"XLA_CLIENT_MEM_FRACTION": ".5"})), "warn", "50% of the GPU's total memory"),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})), "warn", "takes 75%"),
+    (
+        "framework-memory",
+        clients(client(frameworks=frozenset({"jaxlib"}), variables=OVERWRITTEN)),
+        "unknown",
+        OVERWRITTEN.reason,
+    ),
+    ("framework-memory", clients(client(variables=OVERWRITTEN)), "unknown", OVERWRITTEN.reason),
+    (
+        "framework-memory",
+        replace(clients(client(arguments=VLLM)), gpus=gpus(node=Unknown("no NVML")).gpus),
+        "unknown",
+        "by the total memory of its GPU, and that is unknown",
+    ),
+    ("framework-memory", clients(replace(jax({}), gpu="GPU-other")), "unknown", "that is unknown"),
     ("persistence", gpu(condition=Condition(persistence=False)), "warn", "persistence mode is off"),
     ("ecc", gpu(condition=Condition(uncorrected=3)), "fail", "3 uncorrected ECC errors"),
     ("ecc", gpu(condition=Condition(remapping_failed=True)), "fail", "no spare row is left"),
@@ -303,6 +339,15 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("many-users", settings(MANY, gpus(many_users=Known(value=True)))),
     ("gpu-numbers", clients(client(variables=Known({})))),
     ("framework-memory", clients(client(arguments=(*VLLM, "--gpu-memory-utilization=0.05")))),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--gpu_memory_utilization", "0.05")))),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--kv-cache-memory-bytes", "4G")))),
+    ("framework-memory", clients(titled(ENGINE, ENGINE, (*VLLM, "--gpu-memory-utilization=0.05"), SHELL))),
+    ("framework-memory", clients(titled(SCHEDULER, (*SGLANG, "--mem-fraction-static", "0.9")))),
+    ("framework-memory", clients(client(arguments=("tail", "-f", "vllm.log")))),
+    ("framework-memory", clients(client(arguments=("python", "sglang.py")))),
+    ("framework-memory", clients(client(frameworks=frozenset({"tensorflow"})))),
+    ("framework-memory", clients(jax({"XLA_CLIENT_MEM_FRACTION": ".05"}))),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}))),
     ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"}))),
     ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))),
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": f"{DIRECTORY}/"})),

@@ -162,7 +162,7 @@ def _on(
 
 def _unseen(lease: Lease, share: Share, process: ProcessIdentity, wrong: Violation | None) -> VerifiedProcess:
     """Judge a process of a lease that was not seen on the GPU of a share."""
-    holds = "keeps the lease, whose token it carries," if process in lease.bearers else "holds the lease,"
+    holds = "keeps the lease, whose token it carries or may carry," if process in lease.bearers else "holds the lease,"
     because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}"
     judged = (Verdict.NOTHING, because) if wrong is None else (Verdict.VIOLATION, wrong.because, wrong.hint)
     return VerifiedProcess(process.pid, share.daemon, share.gpu, violations.part(lease, share), *judged)

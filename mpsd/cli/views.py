@@ -437,7 +437,8 @@ def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:
     """Show the processes that keep a lease beside its holders, or instead of them."""
     if found := keepers(lease):
         return [("kept by", f"{found}; its holder is gone")]
-    return [("kept by", f"{' '.join(map(str, lease['bearers']))} (by its token)")] if lease["bearers"] else []
+    bearers = " ".join(map(str, lease["bearers"]))
+    return [("kept by", f"{bearers} (by its token, as far as is known)")] if bearers else []
 
 
 def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:

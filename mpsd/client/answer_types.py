@@ -218,7 +218,9 @@ class Client(TypedDict):
         int | None, about("Bytes, at the last reading of NVML; null where NVML does not report them.")
     ]
     verdict: Annotated[
-        str, words(Verdict), about("`violation`: it has an open one. `unknown`: its limits are. Otherwise `ok`.")
+        str,
+        words(Verdict),
+        about("`violation`: it has an open one. `unknown`: its limits or its lease are. Otherwise `ok`."),
     ]
     because: Annotated[str, about("Why it is not ok; empty where it is.")]
     hint: Annotated[str, about("The remedy for a violation; empty otherwise.")]
@@ -396,7 +398,7 @@ class Lease(TypedDict):
     env: dict[str, str]
     shares: list[Share]
     clients: list[int]
-    bearers: Annotated[list[int], about("Processes that belong to it by the token in their environment alone.")]
+    bearers: Annotated[list[int], about("Processes that carry its token, or may: they show no environment.")]
     processes: int
     priority: int
     client_priority: int | None

@@ -103,6 +103,8 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
     """Its real uid at that time, where an administrator named the owner of the lease."""
     container: str = ""
     """The path of its control group at that time, where it was in a container: `/` where it was in none of its own."""
+    cgroup: str = ""
+    """The same for every process; empty where an earlier mpsd did not note it."""
 
 
 class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
@@ -331,6 +333,8 @@ class Client:
     """The variables of CUDA and MPS that it was started with."""
     uid: int
     """Its real uid: the user that it belongs to, whatever rights its program has."""
+    inherited: Mapping[str, str] = field(default_factory=dict)
+    """The same variables of its nearest ancestor below a holder that shows any, where its own are unknown."""
 
     def variable(self, name: str) -> str:
         """Return the value of a variable that it was started with; empty where it has none, or that is unknown."""
@@ -492,8 +496,8 @@ class Lease(Struct, frozen=True):
     attached: tuple[AttachedProcess, ...] = ()
     """The living client processes that were attributed to it, each on the GPU whose server lists it."""
     bearers: tuple[ProcessIdentity, ...] = ()
-    """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
-    them."""
+    """Living processes that belong to it by a token alone that they carry, or may carry, clients or not: they keep it
+    alive, and it ends none of them."""
     lost: tuple[ProcessIdentity, ...] = ()
     """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""

@@ -173,7 +173,7 @@ def _unseen(
     hidden: Mapping[ProcessIdentity, str],
 ) -> VerifiedProcess:
     """Judge a process of a lease that was not seen on the GPU of a share."""
-    holds = "keeps the lease, whose token it carries," if process in lease.bearers else "holds the lease,"
+    holds = "keeps the lease, whose token it carries or may carry," if process in lease.bearers else "holds the lease,"
     lacks = violations.lacks(share, process, hidden)
     because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}{violations.without(lacks)}"
     judged = (

@@ -163,6 +163,14 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     return ""
 
 
+def undecided(client: Client, may: Sequence[Lease]) -> str:
+    """Describe a client of which only is known which leases it may have."""
+    reason = client.environment.reason if isinstance(client.environment, Unknown) else ""
+    leases = f"lease {' and '.join(each.id for each in may)}"
+    each = "; mpsd judges the memory that such clients hold together"
+    return f"{reason}; process {client.identity.pid} may belong to {leases}{each}"
+
+
 def _to_be_certain(client: Client, lease: Lease) -> str:
     """Say how the limits of a client become certain; a lease that the client holds itself ends with it."""
     if client.identity in holders.processes(lease):
@@ -244,11 +252,12 @@ def of_client(
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
-    # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it.
+    # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it, or it may be one
+    #    of the clients that several leases have places for.
     # 2. A client beyond the number of its lease is judged for that alone: the limits of the lease are not its own.
     # 3. A counted client is judged by the limits of its lease.
     if lease is None or share is None:
-        if denied:
+        if denied and not attached.counted:
             doubt = _may_have_a_lease(client, near)
             because = f"process {client.identity.pid} is a client of {client.daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.

@@ -56,9 +56,9 @@ from mpsd.system.processes.foreign_reader import ForeignReader
 
 # -- the facts about clients that nothing reports later, on disk -------------------------------------------------------
 
-# The next mpsd must know them: the limits that were open to each client, and the parts of the clients that their leases
-# left behind. The file is in the runtime directory, since no client outlives the boot. It is not synchronised to the
-# disk.
+# The next mpsd must know them: the limits that were open to each client, the environment of each, and the parts of the
+# clients that their leases left behind. The file is in the runtime directory, since no client outlives the boot. It is
+# not synchronised to the disk, and closed to others, since it has tokens.
 
 T = TypeVar("T")
 
@@ -74,6 +74,8 @@ class KnownClient:
     opened: Opened | None
     has_context: bool
     """Whether NVML has listed it, which proves that it has had a context."""
+    environment: Mapping[str, str] | None
+    """The variables that it was started with, which it may have overwritten since; None where they were never read."""
 
 
 class _Row(Struct, forbid_unknown_fields=True):
@@ -84,6 +86,7 @@ class _Row(Struct, forbid_unknown_fields=True):
     connecting: tuple[ReadBack, ReadBack] | None
     since: tuple[ReadBack, ReadBack] | None
     later: ReadBack | None
+    environment: Mapping[str, str] | None = None
 
 
 class _LeftBehind(Struct, forbid_unknown_fields=True):
@@ -151,17 +154,17 @@ def _row(key: ClientKey, known: KnownClient) -> _Row:
     daemon, identity = key
     opened = known.opened
     if opened is None:
-        return _Row(daemon, identity, known.server, known.has_context, None, None, None)
+        return _Row(daemon, identity, known.server, known.has_context, None, None, None, known.environment)
     connecting, since = opened.connecting, opened.since
     bounds = (connecting.least, connecting.most), (since.least, since.most)
-    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later)
+    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later, known.environment)
 
 
 def _known(row: _Row) -> KnownClient:
     opened = None
     if row.connecting is not None and row.since is not None:
         opened = Opened(Bounds(*row.connecting), Bounds(*row.since), row.later)
-    return KnownClient(row.server, opened, row.has_context)
+    return KnownClient(row.server, opened, row.has_context, row.environment)
 
 
 # -- the monitor -------------------------------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ class ViolationMonitor:
         self._log = log
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
-        self.environments = Environments(reader)
+        self.environments = Environments(reader, self._clients.ancestors_without_a_lease)
         self.visibility = MountVisibility(reader)
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
@@ -201,6 +204,8 @@ class ViolationMonitor:
         Each attribution of a reading is a new object, too."""
         self._held_by_undecided: dict[tuple[str, tuple[str, ...]], dict[ProcessIdentity, GpuProcess]] = {}
         """By GPU and the leases that they may belong to, what clients held there whose lease cannot be known."""
+        self._too_large: set[tuple[str, tuple[str, ...]]] = set()
+        """Those of them that hold more together than these leases have left."""
         self._of_other_users: list[Violation] = []
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -271,7 +276,8 @@ class ViolationMonitor:
                         before, on_gpu = self._client_record.of(key, server.pid), self._on_gpu(found)
                         had_context = before is not None and before.has_context
                         has_context = had_context or (on_gpu is not None and on_gpu.mps)
-                        known[key] = KnownClient(server.pid, found.opened, has_context)
+                        environment = found.environment.value if isinstance(found.environment, Known) else None
+                        known[key] = KnownClient(server.pid, found.opened, has_context, environment)
         self._seen = seen
         self.environments.forget_all_but({identity for _, identity in seen})
         self._client_record.store(known)
@@ -288,7 +294,10 @@ class ViolationMonitor:
             environment, uid = self.environments.of(identity), proc.real_uid(identity.pid)
             if environment is None or uid is None:
                 return None
-            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
+            if isinstance(environment, Unknown) and before is not None and before.environment is not None:
+                environment = Known(before.environment)
+            inherited = self.environments.inherited(identity)
+            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid, inherited)
         return replace(known, opened=opened)
 
     def _note_faults(self, attached: Collection[AttributedClient]) -> None:
@@ -318,8 +327,13 @@ class ViolationMonitor:
 
     def attached(self) -> Iterator[AttributedClient]:
         """Yield the clients of all servers, each with its lease if it has one."""
-        for client in self._seen.values():
-            yield self._clients.lease_of(client)
+        for key, client in self._seen.items():
+            found = self._clients.lease_of(client)
+            # What its lease left behind, or holds more than all leases that it may have, has none of them.
+            is_left = found.may and key in self._client_record.left_behind
+            if is_left or (found.may and self._too_large and self._pool(client) in self._too_large):
+                found = found._replace(counted=False)
+            yield found
 
     def listed(self) -> dict[ProcessIdentity, set[str]]:
         """Return the UUIDs of the GPUs whose servers list each client."""
@@ -347,6 +361,8 @@ class ViolationMonitor:
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
+        own = {each.identity for each in clients}
+        unknown += [each.because for each in self.doubts if each.lease == lease.id and each.process not in own]
         return verification.verify(
             lease, clients, held, self.violations, memory=memory, unknown=unknown, hidden=self.visibility.hidden
         )
@@ -364,7 +380,7 @@ class ViolationMonitor:
         return usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
 
     def _unknown(self, share: Share, late: Collection[str], clients: Iterable[Client]) -> Iterator[str]:
-        """Yield sentences about what is unknown of a share's GPU, and the lease's clients there, and its daemon."""
+        """Yield sentences about what is unknown of a share's GPU, of these clients there, and of its control daemon."""
         daemon, usage = self._daemons.get(share.daemon), self.usages.get(share.gpu)
         if daemon is None:
             yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
@@ -406,8 +422,7 @@ class ViolationMonitor:
                     continue  # it counts as a client without a lease, and so does its memory
                 if client is not None and client.lease is None and isinstance(client.client.environment, Unknown):
                     if not self.environments.is_unread(identity):
-                        may = tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
-                        undecided.setdefault((gpu, may), {})[identity] = each
+                        undecided.setdefault(self._pool(client.client), {})[identity] = each
                     continue
                 lease = client.lease if client is not None else None
                 if lease is None and identity not in holders:
@@ -420,12 +435,14 @@ class ViolationMonitor:
         self.visibility.look({each for held in now_held.values() for each, on in held.items() if not on.mps})
 
     def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:
-        for client, lease, counted, _ in attached:
+        for client, lease, counted, may in attached:
             share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
                 if because := violations.unknown(client, lease, share, memory=has_mem_limit):
                     yield Doubt(client.identity, lease.id, client.daemon, because)
+            for each in may if counted else ():
+                yield Doubt(client.identity, each.id, client.daemon, violations.undecided(client, may))
 
     def _find(self, attached: Iterable[AttributedClient]) -> Iterator[Violation]:
         settings = self._settings.current
@@ -450,11 +467,7 @@ class ViolationMonitor:
                 says = any(server.pid == client.server and server.status == FAULT for server in daemon.servers)
                 yield violations.of_lingering(each, seconds, proven=says)
         yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
-        for (gpu, may), held in self._held_by_undecided.items():
-            leases = [each for each in map(self._find_lease, may) if each is not None]
-            left = sum(max(_of(each, gpu) - self._attributed(each, gpu), 0) for each in leases)
-            daemon_name = next((each.name for each in self._daemons.values() if each.gpu == gpu), "")
-            yield from violations.of_undecided_memory(held, leases, left, daemon_name, servers)
+        yield from self._find_undecided(servers)
         for (lease_id, gpu), held in self.held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
@@ -465,6 +478,21 @@ class ViolationMonitor:
                 yield too_much
             outside = [each for each, on in held.items() if not on.mps and each not in servers]
             yield from violations.of_outside(lease, share, outside, self.visibility.hidden)
+
+    def _find_undecided(self, servers: Mapping[ProcessIdentity, int]) -> Iterator[Violation]:
+        """Judge the memory that clients hold together whose leases cannot be known."""
+        self._too_large.clear()
+        for (gpu, may), held in self._held_by_undecided.items():
+            leases = [each for each in map(self._find_lease, may) if each is not None]
+            left = sum(max(_of(each, gpu) - self._attributed(each, gpu), 0) for each in leases)
+            daemon_name = next((each.name for each in self._daemons.values() if each.gpu == gpu), "")
+            for found in violations.of_undecided_memory(held, leases, left, daemon_name, servers):
+                self._too_large.add((gpu, may))
+                yield found
+
+    def _pool(self, client: Client) -> tuple[str, tuple[str, ...]]:
+        """Return the GPU of a client whose lease cannot be known, and the leases that it may belong to."""
+        return client.gpu, tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
 
     def _attributed(self, lease: Lease, gpu: str) -> int:
         """Return the bytes that the processes of a lease hold on a GPU."""

@@ -274,6 +274,8 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "processes": request.processes or 0,
         "priority": request.priority,
         "client_priority": request.client_priority,
+        "connections": request.connections,
+        "visible": request.visible,
         "stop": request.stop,
         "name": request.name,
         "labels": {**request.labels},

@@ -15,7 +15,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from mpsd.core.containers.cdi import PIPE_DIRECTORY
+from mpsd.core.containers.cdi import PIPE_DIRECTORY, without_unasked
 from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError
 from mpsd.core.kubernetes import claims, devices
 from mpsd.core.kubernetes.claims import Claimed, Held, Open, Release, Renew
@@ -314,6 +314,7 @@ def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> devic
     response = deviceplugin.ContainerAllocateResponse(envs=dict(variables))
     directory = variables.get(PIPE_DIRECTORY)
     if directory is not None:
+        response.envs.update(without_unasked(variables))
         response.mounts.add(container_path=directory, host_path=directory, read_only=True)
         if devices.shares_memory(gpu, settings):
             response.mounts.add(container_path=_SHARED_MEMORY, host_path=_SHARED_MEMORY, read_only=False)

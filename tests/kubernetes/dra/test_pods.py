@@ -125,6 +125,7 @@ class TestConfiguration:
         pod = cluster.pod(cluster.claim(config=[opaque(visible="index")]))
         container = pod.start("main")
         assert container.variables["CUDA_VISIBLE_DEVICES"] == "0"
+        assert container.variables["CUDA_MPS_PROTOCOL_VERSION"] == "2"
         pod.delete()
         cluster.await_nothing()
 

@@ -63,6 +63,8 @@ class TestSlices:
     @pytest.mark.parametrize("settings", [{}, TWO])
     def test_visible(self, make_cluster: MakeCluster, settings: dict[str, str]) -> None:
         """The settings may give containers a number, on a closed node alone: elsewhere none starts, and it says why.
+
+        A container has no variable of MPS by its image that its lease does not have.
         """
         requests = {CORE: 25, MEMORY: 4} if settings else {SLICE: 25}
         cluster = make_cluster(control=None, settings={**settings, "VISIBLE": "index"}, config=CLOSED)
@@ -74,6 +76,8 @@ class TestSlices:
         container = pod.start("main")
         (lease,) = cluster.await_held(pod)
         assert (lease["visible"], container.variables["CUDA_VISIBLE_DEVICES"]) == ("index", "0")
+        assert container.variables["CUDA_MPS_CLIENT_PRIORITY"] == "0"
+        assert container.variables["CUDA_MPS_PROTOCOL_VERSION"] == "2"
         pod.delete()
         await_idle(cluster)
         cluster.node.reload("")

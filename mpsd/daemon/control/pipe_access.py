@@ -413,6 +413,17 @@ def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
     return {pid: proc.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))
 
 
+async def only_connected(sockets: Iterable[Path]) -> tuple[int, int] | None:
+    """Return the only process beside mpsd's own that is connected to a daemon, with its real uid.
+
+    None if there is none, or several, or one that mpsd cannot see. Raises OSError.
+    """
+    found = await connected_to(sockets)
+    others = [(pid, uid) for pid, uid in found.items() if not pid or proc.parent(pid) != os.getpid()]
+    pid, uid = others[0] if len(others) == 1 else (0, None)
+    return (pid, uid) if pid and uid is not None else None
+
+
 def named(connected: Mapping[int, int | None]) -> str:
     """Name the connected processes, for the end of a sentence."""
     names = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid][:_MOST_NAMED]

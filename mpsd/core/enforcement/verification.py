@@ -153,7 +153,9 @@ def _on(
     result = [_client(lease, share, each, held.get(each.identity), found, memory=memory) for each in there]
     for identity, process in held.items():
         if identity not in known:
-            result.append(_stranger(lease, share, identity.pid, process))
+            outside = (each for each in found if each.kind is ViolationKind.OUTSIDE and each.process == identity)
+            wrong = next((each for each in outside if each.daemon == share.daemon), None)
+            result.append(_stranger(lease, share, identity.pid, process, wrong))
     unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
     result += [_unseen(lease, share, each.process, each) for each in unseen]
     # Where a lease has bearers, its holders are gone, or are clients.
@@ -202,10 +204,15 @@ def _client(
     )
 
 
-def _stranger(lease: Lease, share: Share, pid: int, process: GpuProcess) -> VerifiedProcess:
+def _stranger(lease: Lease, share: Share, pid: int, process: GpuProcess, wrong: Violation | None) -> VerifiedProcess:
     """Judge a process of a lease that uses the GPU of a share, and that no server lists."""
-    if process.mps:
-        because = f"process {pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
+    if wrong is not None:
+        verdict, because, hint = Verdict.VIOLATION, wrong.because, wrong.hint
+    elif process.mps:
+        because = (
+            f"process {pid} is a client of MPS according to NVML, but {share.daemon} does not list it: it connects at"
+            " this moment, or is a client of another control daemon"
+        )
         verdict, hint = Verdict.UNKNOWN, ""
     else:
         because = f"process {pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"

@@ -110,8 +110,8 @@ class Dispatcher(Generic[H]):
                     principal = principal if user is principal.user else replace(principal, user=user)
                 turn = self._turns.turn((uid, principal.admin)) if endpoint.in_turns else None
                 request = _decoded(endpoint, message, principal, names, turn.pause if turn else no_pause)
-                handling = endpoint.handle(request)
-                answer = endpoint.encode(await (turn.take(handling) if turn else handling))
+                handling = turn.take(endpoint.handle, request) if turn else endpoint.handle(request)
+                answer = endpoint.encode(await handling)
             await self._send(message, answer, (uid, principal.admin))
         except MpsdError as error:
             self._note_refusal(error, message)

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from mpsd.system import clock
 
 A = TypeVar("A")
+R = TypeVar("R")
 
 User: TypeAlias = tuple[int, bool]
 """A uid, and whether it is an administrator here: root, and the root of a container, are two users."""
@@ -52,12 +53,12 @@ class Turn:
         self._is_long = False
         self._began = 0.0
 
-    async def take(self, handling: Awaitable[A]) -> A:
-        """Wait for the user's earlier requests, then for this one, and let the next one begin."""
+    async def take(self, handle: Callable[[R], Awaitable[A]], request: R) -> A:
+        """Wait for the user's earlier requests, answer this one, and let the next one begin."""
         async with self._own:
             self._began = clock.monotonic()
             try:
-                return await handling
+                return await handle(request)
             finally:
                 if self._is_long:
                     self._one.release()

@@ -119,8 +119,7 @@ class Installation:
     def _write(self, path: Path, data: bytes) -> None:
         if self._does(f"write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_file.write(path, data)
-            path.chmod(0o644)
+            atomic_file.write(path, data, mode=0o644)
 
     def _note(self) -> None:
         if self._noted:

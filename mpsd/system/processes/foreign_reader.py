@@ -31,8 +31,11 @@ T = TypeVar("T")
 SECONDS: Final = 3.0
 """Seconds for a read. It takes milliseconds, but a busy machine may let the reader wait."""
 
-_MORE: Final = 7.0
-"""Seconds by which the program may be later than it should, as it starts; then it is replaced."""
+_MORE: Final = 1.0
+"""Seconds by which the program may be later than it should; then it is replaced, since it is stopped, for example."""
+
+_START: Final = 7.0
+"""The same until its first answer."""
 
 USER_DATABASE: Final = "the user database"
 """The owner of the user database, which may be a directory on the network."""
@@ -187,6 +190,7 @@ class _Link:
         self._process, self._reader, self._writer = started, reader, writer
         self._asked: dict[int, asyncio.Future[Answer | None]] = {}
         self.is_over = False
+        self._has_answered = False
         self._receiving = asyncio.get_running_loop().create_task(self._receive())
 
     @classmethod
@@ -207,7 +211,7 @@ class _Link:
         self._asked[request.number] = asked
         self._writer.write(msgspec.json.encode(request, enc_hook=str) + b"\n")
         try:
-            async with asyncio.timeout(request.seconds + _MORE):
+            async with asyncio.timeout(request.seconds + (_MORE if self._has_answered else _START)):
                 return await asked
         except TimeoutError:  # the program itself is stopped, or gets no processor
             self._process.signal(signal.SIGKILL)
@@ -219,7 +223,7 @@ class _Link:
         try:
             with contextlib.suppress(OSError):
                 while line := await self._reader.readline():
-                    answer = msgspec.json.decode(line, type=Answer)
+                    answer, self._has_answered = msgspec.json.decode(line, type=Answer), True
                     if (asked := self._asked.get(answer.number)) is not None and not asked.done():
                         asked.set_result(answer)
             self.is_over = True
@@ -233,7 +237,7 @@ class _Link:
 
     async def close(self) -> None:
         self._writer.close()
-        await asyncio.wait([self._receiving], timeout=_MORE)
+        await asyncio.wait([self._receiving], timeout=_START)
         if not self.is_over or not self._receiving.done():
             self._process.signal(signal.SIGKILL)
             await self._receiving

@@ -95,8 +95,10 @@ class Node(RuleBasedStateMachine):
         """For each taken claim, the lease before that."""
         self.head: str | None = None
         """The first in the queue since the last grant before it,"""
-        self.behind: set[str] = set()
-        """the leases that were granted behind it meanwhile,"""
+        self.kept: frozenset[str] = frozenset()
+        """the GPUs that were nearest to granting it at the last look,"""
+        self.behind: dict[str, frozenset[str]] = {}
+        """the leases that were granted behind it meanwhile, each with these GPUs,"""
         self.lacked: list[Fraction] | None = None
         """and what it lacked on its reserved GPUs at the last check."""
 
@@ -498,7 +500,7 @@ class Node(RuleBasedStateMachine):
 
     def forget_head(self) -> None:
         """Start a new record of the leases that are granted behind the first in the queue."""
-        self.head, self.behind, self.lacked = None, set(), None
+        self.head, self.behind, self.lacked = None, {}, None
 
     def note_let_in(self, lease: Lease, first: str | None) -> None:
         """Record a grant, and the first in the queue when it was decided; start anew if that is another one.
@@ -509,25 +511,26 @@ class Node(RuleBasedStateMachine):
         decision.
         """
         if first is not None and first == self.head:
-            self.behind.add(lease.id)
+            self.behind[lease.id] = self.kept
         else:
-            self.behind, self.lacked = set(), None
+            self.behind, self.lacked = {}, None
 
     @invariant()
     def head_is_not_delayed(self) -> None:
         """Check that other grants never increase what the first in the queue lacks, on as many GPUs as it requests.
 
-        The leases granted behind it take nothing that it waits for: without them it would still have to wait for these
-        GPUs.
+        The leases granted behind it take nothing that it waits for: without those that were granted while the same GPUs
+        were the nearest, it would still have to wait for these. As leases end, another GPU may become the nearest.
         """
         head = self.books.waiting.get(self.head or "")
         lacks = self.books.lacks(head) if head is not None else []
         if head is not None and lacks:
             for now_missing, before in zip(lacks, self.lacked or lacks, strict=True):
                 assert now_missing <= before
-            others = [lease for lease in self.books.leases.values() if lease.id not in self.behind]
             held = self.books.leases.values()
             kept = [offer for _, offer in self.books.closest(head, self.books.promising(head, held), held)]
+            self.kept = frozenset(offer.gpu for offer in kept)
+            others = [lease for lease in held if self.behind.get(lease.id) != self.kept]
             assert any(self.books.lacking(head, offer, others) for offer in kept)
         self.lacked = lacks or None
 
@@ -603,7 +606,7 @@ class Node(RuleBasedStateMachine):
         assert self.ledger.end(lease.id, because, now(self.books.now)) is None
         self.books.strike(lease.id)
         self.ended.add(lease.id)
-        self.behind.discard(lease.id)
+        self.behind.pop(lease.id, None)
 
     def change_offer(self, which: int, to: Callable[[Offer], Offer]) -> None:
         if self.books.offers:

@@ -20,7 +20,8 @@ BUSY: Final = 0.05
 
 def target(node: Node, *options: str, within: Sequence[str] = ()) -> SimulatedClient:
     """Start a client with a lease that is attributed to it; `within` is a command that becomes the client."""
-    client = leased(node, "--threads", "10", "--memory", "1GiB", *options, within=within)
+    # It waits where mpsd was started just now, and grants nothing yet.
+    client = leased(node, "--threads", "10", "--memory", "1GiB", "--wait", "20", *options, within=within)
     event(node, "client_attributed", client=client.hello["pid"])
     return client
 

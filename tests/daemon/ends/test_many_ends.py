@@ -168,7 +168,11 @@ def test_many_ends(make_node: Start) -> None:
 def kill_at_random(node: Node, dice: random.Random) -> None:
     """Kill mpsd, or stop it, after a random time, and start the next one."""
     for _ in range(dice.randrange(60)):  # each takes one to three milliseconds
-        node.get("/healthz")
+        try:
+            node.get("/healthz")
+        except OSError as error:
+            node.process.wait(5)
+            raise AssertionError(node.stderr.read_text()[-8000:]) from error
     node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
     node.start(ready=False)
 

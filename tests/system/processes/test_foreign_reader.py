@@ -63,6 +63,19 @@ def test_its_program_dies() -> None:
     with_reader(story)
 
 
+def test_its_program_is_stopped() -> None:
+    """A program that was stopped is replaced: one answer is unknown, and the next one comes."""
+
+    async def story(reader: ForeignReader) -> None:
+        assert await reader.ask("a", foreign_files.started_with, [], "A", "") == Known([])
+        assert reader._link is not None
+        reader._link._process.signal(signal.SIGSTOP)
+        assert isinstance(await reader.ask("a", foreign_files.started_with, [], "A", ""), Unknown)
+        assert await reader.ask("a", foreign_files.started_with, [], "A", "") == Known([])
+
+    with_reader(story)
+
+
 def test_its_program_is_gone(short_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A read that ends after the end of the program, as mpsd was killed, writes nothing into mpsd's log."""
     fifo = short_tmp / "program"

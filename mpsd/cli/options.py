@@ -138,6 +138,12 @@ def _percentage(text: str) -> float:
     return parse_percentage(text)
 
 
+def _fraction(text: str) -> float:
+    from mpsd.core.units import parse_fraction
+
+    return parse_fraction(text)
+
+
 def _uid(text: str) -> int:
     found = uid_of(text)
     if found is None:
@@ -187,6 +193,9 @@ WAIT: Final = _Notation("duration", _wait)
 
 PERCENTAGE: Final = _Notation("percentage", _percentage)
 """Percent, from `25` or `25%`."""
+
+FRACTION: Final = _Notation("fraction", _fraction)
+"""A part of a GPU, from `0.25`, `0,25`, `25%` or `1/4`."""
 
 UID: Final = _Notation("user", _uid)
 """A uid, from the name of a user, or from a number, with or without an account here."""

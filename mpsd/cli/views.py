@@ -205,9 +205,9 @@ def _kind(server: "answer_types.Server") -> str:
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 CLIENTS: Final = columns_of(
-    ("PID", "USER", "DAEMON", "SERVER", "LEASE", "VERDICT", "SM", "UID", "GPU", "NAME"),
+    ("PID", "USER", "DAEMON", "SERVER", "LEASE", "VERDICT", "UID", "GPU", "NAME"),
     drops=("SERVER", "NAME"),
-    wide=("SM", "UID", "GPU"),
+    wide=("UID", "GPU"),
 )
 
 
@@ -221,7 +221,6 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
             str(client["server"]),
             client["lease"] or "none",
             client["verdict"],
-            sm_activity(client),
             UNKNOWN if client["uid"] is None else str(client["uid"]),
             client["gpu"],
             client["name"],
@@ -233,12 +232,6 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
         lines += [as_here(f"{client['verdict']}: {client['because']}")] if client["because"] else []
         lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
     return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
-
-
-def sm_activity(client: "answer_types.Client") -> Figure:
-    """Print how busy a client kept the SMs; a dash where NVML does not report it."""
-    activity = client["sm_activity"]
-    return Figure("-", -1) if activity is None else Figure(percent(activity), activity)
 
 
 VERIFIED: Final = columns_of(
@@ -444,7 +437,8 @@ def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:
     """Show the processes that keep a lease beside its holders, or instead of them."""
     if found := keepers(lease):
         return [("kept by", f"{found}; its holder is gone")]
-    return [("kept by", f"{' '.join(map(str, lease['bearers']))} (by its token)")] if lease["bearers"] else []
+    bearers = " ".join(map(str, lease["bearers"]))
+    return [("kept by", f"{bearers} (by its token, as far as is known)")] if bearers else []
 
 
 def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:

@@ -217,15 +217,10 @@ class Client(TypedDict):
     memory_held: Annotated[
         int | None, about("Bytes, at the last reading of NVML; null where NVML does not report them.")
     ]
-    sm_activity: Annotated[
-        int | None,
-        about(
-            "Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; null where"
-            " NVML does not report it, for example for a process that used nothing."
-        ),
-    ]
     verdict: Annotated[
-        str, words(Verdict), about("`violation`: it has an open one. `unknown`: its limits are. Otherwise `ok`.")
+        str,
+        words(Verdict),
+        about("`violation`: it has an open one. `unknown`: its limits or its lease are. Otherwise `ok`."),
     ]
     because: Annotated[str, about("Why it is not ok; empty where it is.")]
     hint: Annotated[str, about("The remedy for a violation; empty otherwise.")]
@@ -403,7 +398,7 @@ class Lease(TypedDict):
     env: dict[str, str]
     shares: list[Share]
     clients: list[int]
-    bearers: Annotated[list[int], about("Processes that belong to it by the token in their environment alone.")]
+    bearers: Annotated[list[int], about("Processes that carry its token, or may: they show no environment.")]
     processes: int
     priority: int
     client_priority: int | None

@@ -48,6 +48,26 @@ def unsupported(gpu: Gpu) -> tuple[str, str] | None:
     return None
 
 
+_PART_OF_HOST: Final = 8
+"""The part of a host's memory that its integrated GPU leaves to it: an eighth, by choice and not by measurement."""
+
+
+def of_host(total: int) -> tuple[int, int]:
+    """Return the memory of an integrated GPU, the total and the reserve, from the total of its host."""
+    return total, total // _PART_OF_HOST
+
+
+UNLISTED: Final = "NVML does not list the processes of this GPU"
+
+
+def unmeasured(gpu: str) -> str:
+    """Say what is unknown of the memory of an integrated GPU, which is named so."""
+    return (
+        f"{gpu} shares the memory of its host: whether MPS limits it there, and whether NVML reports what each process"
+        " holds, was not measured"
+    )
+
+
 def _dotted(compute_capability: tuple[int, int]) -> str:
     major, minor = compute_capability
     return f"{major}.{minor}"

@@ -144,6 +144,22 @@ def group_name(path: str) -> GroupName:
     return GroupName(unit, container, pod)
 
 
+def service_first(path: str) -> str:
+    """Return what precedes the command by which a process in a control group ends, where a service may have started it.
+
+    systemd starts such a process again. It is the outermost service of systemd, or of a user's systemd: whoever runs
+    in it may choose the names of the groups below. Empty outside services, and in containers and pods.
+    """
+    name = group_name(path)
+    manager, units = "systemctl", [each for each in path.split("/") if each.endswith(".service") and _UNIT.match(each)]
+    if units and units[0].startswith("user@"):
+        manager, units = "systemctl --user", units[1:]
+    if name.container or name.pod or not units or units[0] == "mpsd.service":
+        return ""
+    unit = shlex.quote(units[0])
+    return f"if {unit} started it, which starts it again: {manager} disable --now {unit}; otherwise: "
+
+
 def origin(holder: Holder) -> str:
     """Return the control group of the pod, container or unit of a holder; empty for a process outside containers.
 

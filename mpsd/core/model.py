@@ -103,6 +103,8 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
     """Its real uid at that time, where an administrator named the owner of the lease."""
     container: str = ""
     """The path of its control group at that time, where it was in a container: `/` where it was in none of its own."""
+    cgroup: str = ""
+    """The same for every process; empty where an earlier mpsd did not note it."""
 
 
 class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
@@ -149,6 +151,8 @@ class Gpu:
     """In the driver's notation, such as 535.261.03."""
     memory_reserved: int = 0
     """Bytes of the total that the driver reserves for itself; 0 where the driver, before 510, does not report it."""
+    integrated: bool = False
+    """Whether it has no memory of its own: the total is the host's, and the reserve is what the host keeps of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +163,14 @@ class GpuProcess:
     """Bytes that it holds."""
     mps: bool = False
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
-    sm_activity: int | None = field(default=None, compare=False)
-    """Percent of the recent time in which it kept the GPU's SMs busy, by NVML; None where NVML does not report it.
-
-    No decision depends on it, so a GPU on which only this value differs counts as unchanged.
-    """
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
     """The changing state of a GPU, read at one moment."""
 
-    memory_used: int
-    """Bytes in use on the whole GPU, by any process."""
+    memory_used: int | None
+    """Bytes in use on the whole GPU, by any process; None for an integrated GPU, of which the driver does not tell."""
     processes: Mapping[int, GpuProcess] = field(default_factory=dict)
     """The processes that use it, by pid; servers and clients of MPS included."""
     compute_mode: ComputeMode | None = ComputeMode.DEFAULT
@@ -179,6 +178,8 @@ class GpuUsage:
     recovery: int | None = None
     """The action that it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does
     not report it."""
+    listed: bool = True
+    """Whether the driver lists its processes; where it does not, `processes` is empty, and says nothing of anything."""
 
     @property
     def clients(self) -> set[int]:
@@ -332,6 +333,8 @@ class Client:
     """The variables of CUDA and MPS that it was started with."""
     uid: int
     """Its real uid: the user that it belongs to, whatever rights its program has."""
+    inherited: Mapping[str, str] = field(default_factory=dict)
+    """The same variables of its nearest ancestor below a holder that shows any, where its own are unknown."""
 
     def variable(self, name: str) -> str:
         """Return the value of a variable that it was started with; empty where it has none, or that is unknown."""
@@ -493,8 +496,8 @@ class Lease(Struct, frozen=True):
     attached: tuple[AttachedProcess, ...] = ()
     """The living client processes that were attributed to it, each on the GPU whose server lists it."""
     bearers: tuple[ProcessIdentity, ...] = ()
-    """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
-    them."""
+    """Living processes that belong to it by a token alone that they carry, or may carry, clients or not: they keep it
+    alive, and it ends none of them."""
     lost: tuple[ProcessIdentity, ...] = ()
     """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""

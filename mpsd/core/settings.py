@@ -289,8 +289,8 @@ class Enforcement:
     )
     terminate_deadline: float = duration_row(
         120.0,
-        "How long a server may take to end the contexts of a client (terminate_client). It ends them once the client's"
-        " work on the GPU has ended. Grants on that GPU wait meanwhile.",
+        "How long a server may take to end the contexts of a client and its work on the GPU (terminate_client). Grants"
+        " on that GPU wait meanwhile.",
     )
     on_expiry: OnExpiry = choice_row(
         OnExpiry.LEAVE,

@@ -140,3 +140,19 @@ def parse_percentage(text: str) -> float:
     if not isfinite(percent):
         raise InvalidRequestError(f"{briefly(text)} is not a percentage", hint="give a number such as 25, or 25%")
     return percent
+
+
+def parse_fraction(text: str) -> float:
+    """Return a part of a whole, from a number, a percentage with `%`, or a ratio such as `1/4`.
+
+    The decimal mark may be a comma. The range is not checked. Raises InvalidRequestError for anything else.
+    """
+    number, slash, divisor = text.replace(",", ".").replace("%", "/100").partition("/")
+    try:
+        fraction = float(Decimal(bare_number(number)) / Decimal(bare_number(divisor if slash else "1")))
+    except ArithmeticError:
+        fraction = float("nan")
+    if not isfinite(fraction):
+        hint = "give a number such as 0.25, which is a quarter of a GPU, or 25%, or 1/4"
+        raise InvalidRequestError(f"{briefly(text)} is not a fraction", hint=hint)
+    return fraction

@@ -18,7 +18,6 @@ It initialises CUDA, makes its primary context, and prints its place and its lim
 - `destroy NUMBER`: destroy a context
 - `reset`: drop the primary context; the next use makes it anew
 - `setenv NAME VALUE`: set a variable of its own, in os.environ only, which /proc/PID/environ never shows
-- `title TEXT`: set a title as Python's setproctitle does: the text, and NULs after it, overwrite /proc/PID/environ
 - `alloc SIZE`, `free [SIZE]`: allocate and free device memory, in units of mpsd; `free` without a size frees all of it
 - `framework FRACTION`: allocate this part of the whole GPU's memory, as programs do that size themselves by
   cudaMemGetInfo's total, which a pinned limit does not lower (NVG)
@@ -195,16 +194,6 @@ def _loop(cuda: CudaProcess, signals: _Signals, stdin: _Input, work: float) -> d
     return {"kernels": kernels}
 
 
-def _set_title(title: str) -> None:
-    """Overwrite the area of the environment, whose bounds are fields 50 and 51 of proc_pid_stat(5)."""
-    import ctypes  # noqa: PLC0415 - other clients do not need it
-
-    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - importing pathlib takes longer
-        fields = file.read().rpartition(b")")[2].split()
-    begin, end = int(fields[47]), int(fields[48])
-    ctypes.memmove(begin, title.encode().ljust(end - begin, b"\0"), end - begin)
-
-
 def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arguments: list[str]) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one case for each verb
     """Execute one line and return its answer. Raises FailedError, and ValueError for an invalid line."""
     match verb, arguments:
@@ -233,8 +222,6 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             cuda.reset()
         case "setenv", [name, value]:
             os.environ[name] = value
-        case "title", _:
-            _set_title(" ".join(arguments))
         case "sync", []:
             cuda.sync()
         case "fault", []:

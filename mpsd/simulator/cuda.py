@@ -2,7 +2,7 @@
 
 Sources by the short names of NVIDIA's pages: OLD is the single page "Multi-Process Service" of releases before 590, ENV
 its page on environment variables, TS the one on troubleshooting, NVG the guide on limits per GPU, measured on
-615.71.09, KAI kai-scheduler/gpu-fractioning and its pull request 147. Without a GPU, none of it could be measured here.
+615.71.09, KAI kai-scheduler/gpu-fractioning and its pull request 147. What was measured on a GPU says so (docs/gpu.md).
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.gpus import of_host
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
-from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
+from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind, Setting, setting
 
 DRIVER_VERSION: Final = "555.58.02"
 """The driver whose control daemon the simulator imitates."""
@@ -25,8 +26,20 @@ class SimulatedGpus:
 
     def __init__(self, count: int, directory: Path) -> None:
         """Make `count` GPUs in a directory of `devices`."""
+        self._integrated = setting(directory, Setting.INTEGRATED) is not None
+        memory, reserved = of_host(MEMORY) if self._integrated else (MEMORY, 0)
         self._gpus = tuple(
-            Gpu(index, _uuid(index), _NAME, MEMORY, _COMPUTE_CAPABILITY, mig=False, driver_version=DRIVER_VERSION)
+            Gpu(
+                index,
+                _uuid(index),
+                _NAME,
+                memory,
+                _COMPUTE_CAPABILITY,
+                mig=False,
+                driver_version=DRIVER_VERSION,
+                memory_reserved=reserved,
+                integrated=self._integrated,
+            )
             for index in range(count)
         )
         self._directory = directory
@@ -49,8 +62,14 @@ class SimulatedGpus:
             held, mode = device.processes(), device.compute_mode
         except OSError as error:
             return Unknown(f"NVML: {error.strerror}")
-        processes = {pid: GpuProcess(Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()}
-        return Known(GpuUsage(sum(each.memory for each in held.values()), processes, mode))
+        silent = (
+            Unknown("NVML does not report the memory of processes on an integrated GPU") if self._integrated else None
+        )
+        processes = {
+            pid: GpuProcess(silent or Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()
+        }
+        used = None if silent else sum(each.memory for each in held.values())
+        return Known(GpuUsage(used, processes, mode))
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
         """Set a GPU's compute mode, for all processes that see the GPU, and return it. Unknown where its usage is."""

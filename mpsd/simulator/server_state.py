@@ -1,7 +1,7 @@
 """The state of a server, its actions on clients, and its answers to commands about itself. Pure.
 
-No server runs without a GPU, so none of this could be measured here: it follows NVIDIA's documents and users' reports,
-and each rule names its source. Sources by the short names of NVIDIA's pages: ARCH is "Architecture", LOG "Logs", CT
+It follows NVIDIA's documents, users' reports, and what was measured on 580 (docs/gpu.md), and each rule names its
+source. Sources by the short names of NVIDIA's pages: ARCH is "Architecture", LOG "Logs", CT
 "Common tasks", TS "Troubleshooting", V2 "Control interface (v2)", and OLD the single page of releases before 590. KAI
 is kai-scheduler/gpu-fractioning and its pull request 147, which report statements that they attribute to NVIDIA.
 """
@@ -246,7 +246,10 @@ class Server:
         return hit
 
     def terminate(self, pid: int) -> Answer:
-        """End the contexts of a client once its work is done, not earlier (KAI); its process continues (OLD)."""
+        """End the contexts of a client once its work is done, not earlier (KAI); its process continues (OLD).
+
+        On 580, a server does not let the work finish (measured). The slower way is the harder one for mpsd.
+        """
         client = self.clients.get(pid)
         if client is None:
             return Answer(["1"])

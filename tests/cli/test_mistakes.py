@@ -95,15 +95,53 @@ def test_what_a_user_may_do(node: Node) -> None:
         assert node.mpsctl("resume", "--all").returncode == 0
 
 
+TENTHS = "0.15 % is taken as 0.1 %: MPS knows tenths of a percent"
+
+
 @pytest.mark.parametrize(
     ("threads", "granted", "note"),
-    [("25%", 25.0, ""), ("0.15", 0.1, "0.15 % is taken as 0.1 %"), ("33.3333 %", 33.3, "33.3333 % is taken as 33.3 %")],
+    [
+        ("25%", 25.0, ""),
+        ("1", 1.0, ""),
+        ("0.5", 0.5, "half a percent; half of the GPU is --fraction 0.5"),
+        ("33.3333 %", 33.3, "33.3333 % is taken as 33.3 %: MPS knows tenths of a percent"),
+        ("0.15", 0.1, f"{TENTHS}\nmpsctl: 0.15 of a percent; 0.15 of the GPU is --fraction 0.15"),
+        ("0.3", 0.3, "0.3 of a percent; 0.3 of the GPU is --fraction 0.3"),
+    ],
 )
 def test_percentages(node: Node, threads: str, granted: float, note: str) -> None:
-    """A percentage may have its sign; one finer than MPS's step is rounded down, and mpsctl says so."""
+    """A percentage may have its sign; one below 1, or finer than MPS's step, is granted, and mpsctl says what it is."""
     done = node.mpsctl("admit", "--threads", threads, "--memory", "1gib", "-o", "json")
     assert json.loads(done.stdout)["active_thread_percentage"] == granted
-    assert done.stderr == (f"mpsctl: {note}: MPS knows tenths of a percent\n" if note else "")
+    assert done.stderr == (f"mpsctl: {note}\n" if note else "")
+
+
+@pytest.mark.parametrize("fraction", ["0.25", "25%", "25 %", "1/4", "0,25"])
+def test_fractions(node: Node, fraction: str) -> None:
+    """A fraction is understood in each usual notation."""
+    done = node.mpsctl("admit", "--fraction", fraction, "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["active_thread_percentage"] == 25.0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "detail"),
+    [
+        ("25", "fraction 25 is not between 0.001 and 1"),
+        ("0", "fraction 0 is not between 0.001 and 1"),
+        ("250%", "fraction 2.5 is not between 0.001 and 1"),
+        ("5/4", "fraction 1.25 is not between 0.001 and 1"),
+        ("1/0", "'1/0' is not a fraction"),
+        ("a quarter", "'a quarter' is not a fraction"),
+        ("nan", "'nan' is not a fraction"),
+    ],
+)
+def test_no_fractions(node: Node, fraction: str, detail: str) -> None:
+    """A fraction that cannot be granted is refused with a usable one."""
+    done = node.mpsctl("admit", "--fraction", fraction)
+    assert done.returncode == 2
+    assert detail in done.stderr
+    assert "0.25" in done.stderr
 
 
 @pytest.mark.parametrize(

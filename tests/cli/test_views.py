@@ -211,14 +211,12 @@ def test_open_violations() -> None:
 def test_judged_clients_and_leases() -> None:
     """A fault of a client, or an unknown, is in the table, and below it in a sentence."""
     client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
-    well: Any = {"verdict": "ok", "because": "", "hint": "", "sm_activity": 45}
-    doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": "", "sm_activity": None}
-    wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it", "sm_activity": None}
+    well: Any = {"verdict": "ok", "because": "", "hint": ""}
+    doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": ""}
+    wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it"}
     lines = views.clients({"clients": [client | well, client | doubt, client | wrong]}, PLAIN).splitlines()
     assert [line.split()[5] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
     assert lines[4:] == ["unknown: process 9 may", "violation: process 9 has", "  hint: end it"]
-    wide = views.clients({"clients": [client | doubt, client | well]}, Look(wide=True, sort="sm")).splitlines()
-    assert [line.split()[6] for line in wide[:3]] == ["SM", "-", "45%"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
     assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
         f"{judged['id']}: violation: process 7 has less",
@@ -302,7 +300,7 @@ def test_what_is_unknown() -> None:
     (row,) = views.gpus({"gpus": [lost]}, PLAIN).splitlines()[1:]
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
+    client |= {"verdict": "ok", "because": "", "hint": ""}
     (row,) = views.clients({"clients": [client]}, PLAIN).splitlines()[1:]
     assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 

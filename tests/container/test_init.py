@@ -210,6 +210,15 @@ def test_open_files() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "4096\n"
 
 
+def test_locked_memory() -> None:
+    """The command may lock memory without a limit where init may change it, or as the runtime allows."""
+    limited = ["prlimit", "--memlock=65536:1048576"]
+    may_raise = subprocess.run([*limited, "prlimit", "--memlock=unlimited", "true"], capture_output=True, check=False)
+    command = [*limited, sys.executable, "-I", str(INIT), "sh", "-c", "ulimit -S -l"]
+    wanted = "1024\n" if may_raise.returncode else "unlimited\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == wanted
+
+
 def test_alone() -> None:
     """A command that ends without children ends the container, with its status."""
     with init("sh", "-c", "exit 78") as process:

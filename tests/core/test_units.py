@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.units import GIB, KIB, MIB, format_alike, format_size, parse_duration, parse_size
+from mpsd.core.units import GIB, KIB, MIB, format_alike, format_size, parse_duration, parse_fraction, parse_size
 
 LARGEST: Final = 2**63 - 1
 
@@ -167,6 +167,52 @@ def test_no_percentages(value: str | float) -> None:
         ActiveThreadPercentage.parse(value)
     assert caught.value.limit == "active_thread_percentage"
     assert caught.value.hint
+
+
+FRACTIONS: Final = {
+    "0.25": 0.25,
+    "0,25": 0.25,
+    ".5": 0.5,
+    "25%": 0.25,
+    "25 %": 0.25,
+    "33,3%": 0.333,
+    "29%": 0.29,
+    "1/4": 0.25,
+    " 1 / 3 ": 1 / 3,
+    "1": 1.0,
+    "25": 25.0,
+    "-1/4": -0.25,
+    "0": 0.0,
+}
+
+
+@pytest.mark.parametrize(("text", "part"), FRACTIONS.items())
+def test_fractions(text: str, part: float) -> None:
+    """A fraction may be written as a number, in percent, or as a ratio, with either decimal mark."""
+    assert parse_fraction(text) == part
+
+
+NO_FRACTIONS: Final = (
+    *(each for each in NO_NUMBERS if each != "1,5"),
+    "1/0",
+    "0/0",
+    "1/",
+    "/4",
+    "1/2/4",
+    "50%/2",
+    "%",
+    "1,000.5",
+    "1e999999999999999999",
+    "a/b",
+)
+
+
+@pytest.mark.parametrize("text", NO_FRACTIONS)
+def test_no_fractions(text: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        parse_fraction(text)
+    assert refusal.value.detail.endswith("is not a fraction")
+    assert "0.25" in refusal.value.hint
 
 
 @pytest.mark.parametrize("tenths", [0, -1, 1001])

@@ -14,6 +14,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.doctor.table import CHECKS
+from tests.control_groups import control_group, joins
 from tests.daemon.conftest import Start
 from tests.daemon.gpu.test_compute_mode import (
     DEFAULT,
@@ -131,6 +132,24 @@ class TestWithMpsd:
         _, found = doctor(node)
         assert found.keys() == {"fixed", *CHECKS}
 
+    def test_framework_under_a_lease(self, node: Node, tmp_path: Path) -> None:
+        """A framework that asks for more than each process of its lease may have is named, with what to set."""
+        node.start()
+        (tmp_path / "vllm").write_text("import sys; sys.stdin.read()")
+        command = [sys.executable, f"{tmp_path}/vllm", "serve", "--gpu-memory-utilization", "0.4"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as program:
+            lease = {"threads": 20, "memory": 8 << 30, "processes": 2, "pid": program.pid}
+            granted = node.request("POST", "/v1/leases", lease)
+            assert granted.status == 201, granted.body
+            _, found = doctor(node, *only("framework-memory"))
+            assert program.stdin is not None
+            program.stdin.close()
+        wrong = one(found, "framework-memory", f"pid {program.pid}")
+        assert (wrong["verdict"], wrong["evidence"]["granted"]) == ("warn", 4 << 30)
+        assert wrong["because"].endswith(f"a process of {granted.json['id']} may have 4GiB")
+        share = 0.88 * (4 << 30) / wrong["evidence"]["total"]
+        assert wrong["remedy"] == f"start it with --gpu-memory-utilization {share:.2g}"
+
     def test_not_well(self, node: Node, nvml: FakeNvml) -> None:
         """Each fault has a check that fails, with mpsd's own remedy; mpsd repairs it, and doctor does not."""
         nvml.set_compute_mode(FIRST, PROHIBITED)
@@ -166,14 +185,25 @@ class TestWithMpsd:
 
     @needs_root
     def test_foreign_daemon(self, node: Node) -> None:
-        """A control daemon that mpsd did not start, on its directory or on the default one, is named."""
+        """A control daemon that mpsd did not start, on its directory or on the default one, is named, with its unit."""
         node.start()
-        with by_hand(node, node.pipe_directory("gpu9")) as first, by_hand(node, Path("/run/nvidia-mps")) as second:
-            status, found = doctor(node, *only("foreign-daemon", "default-directory"))
+        with control_group("name=systemd", "doctor") as group:
+            unit = group / "private-mps.service"
+            unit.mkdir()
+            try:
+                with (
+                    by_hand(node, node.pipe_directory("gpu9"), *joins(unit)) as first,
+                    by_hand(node, Path("/run/nvidia-mps")) as second,
+                ):
+                    status, found = doctor(node, *only("foreign-daemon", "default-directory"))
+            finally:
+                wait_until(lambda: not (unit / "cgroup.procs").read_text(), what=f"all in {unit} to have ended")
+                unit.rmdir()
         assert status == 1
         foreign = one(found, "foreign-daemon", "gpu9")
         assert (foreign["verdict"], foreign["evidence"]["pid"]) == ("fail", first)
         assert f"CUDA_MPS_PIPE_DIRECTORY={node.pipe_directory('gpu9')}" in foreign["remedy"]
+        assert "systemctl disable --now private-mps.service; otherwise: " in foreign["remedy"]
         usual = [each["evidence"]["pid"] for each in found["default-directory"] if each["verdict"] == "fail"]
         assert second in usual
 
@@ -223,14 +253,14 @@ def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "sub
 
 
 @contextmanager
-def by_hand(node: Node, directory: Path) -> Iterator[int]:
+def by_hand(node: Node, directory: Path, *before: str) -> Iterator[int]:
     """Run NVIDIA's control daemon like a stranger, and yield its pid."""
     assert node.control is not None
     logs = node.root / f"by-hand{directory.name}"
     logs.mkdir()
     # In a private mount namespace, so that nothing of it is left on this machine.
     private = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs tmpfs /run && exec {node.control} -f"]
-    command = private if directory.parent == Path("/run") else [str(node.control), "-f"]
+    command = private if directory.parent == Path("/run") else [*before, str(node.control), "-f"]
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
     null = subprocess.DEVNULL
     with subprocess.Popen(command, env={"PATH": os.environ["PATH"], **variables}, stdout=null, stderr=null) as process:

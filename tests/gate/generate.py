@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from mpsd.core import frameworks
 from mpsd.core.configuration.document import render
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
@@ -132,6 +133,17 @@ def doctor_tables() -> str:
     return "\n\n".join(tables)
 
 
+def frameworks_table() -> str:
+    """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU."""
+    lines = [("framework", "takes by default", "setting", "others", "known by")]
+    for each in frameworks.TABLE:
+        setting = f"`{frameworks.setting(each, 0.25)}`" if each.advice else "none is needed"
+        others = ", ".join(f"`{name}`" for name in (*each.settings[1:], *each.others))
+        shows = (each.command, each.title and f"{each.title}*", each.library and f"{each.library}/")
+        lines.append((each.name, each.takes, setting, others, ", ".join(f"`{name}`" for name in shows if name)))
+    return _table(*lines)
+
+
 def events_page() -> str:
     """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
     events = [("event", "level", "facts", "meaning")]
@@ -197,6 +209,7 @@ def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> s
 
 _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "docs/doctor.md": ("checks", doctor_tables),
+    "docs/guide/user.md": ("frameworks", frameworks_table),
     "docs/reference/errors.md": ("errors", errors_table),
     "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),
     "docs/reference/settings.md": ("settings", settings_table),

@@ -7,7 +7,6 @@
  *   condition GPU PERSISTENCE ECC RETIREMENT PENDING FAILED   -1 for a value that the GPU does not report, or no line
  *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 if the GPU has no such mode
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
- *   activity GPU PID SECONDS PERCENT                          a sample of SM utilization that was taken so long ago
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
  *   clock GPU MHZ CELSIUS MILLIWATTS                          of the multiprocessors, and what the GPU takes; 0 without it
  *   recovery GPU ACTION                                       an nvmlDeviceGpuRecoveryAction_t; without it, none is told
@@ -23,7 +22,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMED_OUT = 10 };
@@ -44,12 +42,11 @@ enum { CLOCK, TEMPERATURE, POWER, CLOCKS };
 
 struct state {
     char driver[80];
-    int gpus, processes, samples, faults, xids, cuda;
+    int gpus, processes, faults, xids, cuda;
     int condition[GPUS][CONDITIONS], recovery[GPUS];
     unsigned clock[GPUS][CLOCKS];
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
-    struct { int gpu; unsigned pid, age, percent; } sample[PROCESSES];
     struct { char function[64]; int gpu, result; } fault[FAULTS];
     struct { int gpu; unsigned long long number; } xid[XIDS];
 };
@@ -77,7 +74,7 @@ static void read_state(struct state *s)
     memset(s->recovery, -1, sizeof s->recovery);
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
-        int p = s->processes, a = s->samples, f = s->faults, x = s->xids, of[1 + CONDITIONS];
+        int p = s->processes, f = s->faults, x = s->xids, of[1 + CONDITIONS];
         unsigned c[CLOCKS];
         if (sscanf(line, "driver %79s", s->driver) == 1 || sscanf(line, "cuda %d", &s->cuda) == 1)
             continue;
@@ -101,9 +98,6 @@ static void read_state(struct state *s)
         else if (sscanf(line, "process %d %15s %u %llu", &s->process[p].gpu, s->process[p].kind, &s->process[p].pid,
                         &s->process[p].bytes) == 4)
             s->processes++;
-        else if (sscanf(line, "activity %d %u %u %u", &s->sample[a].gpu, &s->sample[a].pid, &s->sample[a].age,
-                        &s->sample[a].percent) == 4)
-            s->samples++;
         else if (sscanf(line, "fault %63s %d %d", s->fault[f].function, &s->fault[f].gpu, &s->fault[f].result) == 3)
             s->faults++;
         else if (sscanf(line, "xid %d %llu", &s->xid[x].gpu, &s->xid[x].number) == 2)
@@ -112,8 +106,7 @@ static void read_state(struct state *s)
             fprintf(stderr, "fake NVML cannot read: %s", line);
             abort();
         }
-        if (s->gpus == GPUS || s->processes == PROCESSES || s->samples == PROCESSES ||
-            s->faults == FAULTS || s->xids == XIDS) {
+        if (s->gpus == GPUS || s->processes == PROCESSES || s->faults == FAULTS || s->xids == XIDS) {
             fprintf(stderr, "fake NVML has no room for: %s", line);
             abort();
         }
@@ -369,30 +362,6 @@ LIST(nvmlDeviceGetComputeRunningProcesses_v2, "Compute")
 LIST(nvmlDeviceGetComputeRunningProcesses_v3, "Compute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, "MPSCompute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "MPSCompute")
-
-struct utilization_sample {
-    unsigned pid;
-    unsigned long long at;
-    unsigned sm, memory, encoder, decoder;
-};
-
-/* As NVML does it: samples later than `since`, in microseconds since 1970; a call without room asks how many. */
-int nvmlDeviceGetProcessUtilization(void *handle, struct utilization_sample *samples, unsigned *count, unsigned long long since)
-{
-    ENTER(index_of(handle));
-    unsigned found = 0;
-    for (int a = 0; a < s.samples; a++) {
-        unsigned long long at = ((unsigned long long)time(NULL) - s.sample[a].age) * 1000000;
-        if (s.sample[a].gpu != index_of(handle) || at <= since)
-            continue;
-        if (samples != NULL && found < *count)
-            samples[found] = (struct utilization_sample){s.sample[a].pid, at, s.sample[a].percent, 0, 0, 0};
-        found++;
-    }
-    int enough = samples != NULL && found <= *count;
-    *count = found;
-    return found == 0 ? NOT_FOUND : enough ? SUCCESS : INSUFFICIENT_SIZE;
-}
 
 enum { COMPUTE_MODES = 4 };
 

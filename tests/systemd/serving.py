@@ -66,6 +66,11 @@ class ServerHealth:
             lines = machine.path(f"/proc/{pid}/status").read_text().splitlines()
             return dict(line.split(":\t", 1) for line in lines)
 
+        def locked_memory(pid: int) -> list[str]:
+            lines = machine.path(f"/proc/{pid}/limits").read_text().splitlines()
+            return next(line.split()[3:5] for line in lines if line.startswith("Max locked memory"))
+
+        assert machine.show("mpsd.service", "LimitMEMLOCK") == "infinity"
         has = int(status_of(1)["CapBnd"], 16)  # the machine is in a container, which may have few
         for pid in (service.main_pid, *service.running()):
             status = status_of(pid)
@@ -74,6 +79,7 @@ class ServerHealth:
             assert status["CapBnd"] == status["CapEff"]
             assert status["NoNewPrivs"] == "0"
             assert status["Seccomp"] == "2"
+            assert locked_memory(pid) in (["unlimited", "unlimited"], [locked_memory(1)[1]] * 2)
             tried = machine.run("nsenter", "-t", str(pid), "-m", "touch", "/usr/x", check=False)
             assert "Read-only file system" in tried.stderr
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from functools import partial
-from math import floor, isfinite
+from math import floor
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -11,7 +11,18 @@ import click
 from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
-from mpsd.cli.options import DURATION, PERCENTAGE, WAIT, Single, given, gpu_names, lease_names, program, together
+from mpsd.cli.options import (
+    DURATION,
+    FRACTION,
+    PERCENTAGE,
+    WAIT,
+    Single,
+    given,
+    gpu_names,
+    lease_names,
+    program,
+    together,
+)
 from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
@@ -41,18 +52,16 @@ def _labels(_: click.Context, __: click.Parameter, pairs: Sequence[str]) -> dict
     return dict(pair.split("=", 1) for pair in pairs) or None
 
 
-def _finest(_: click.Context, __: click.Parameter, percent: float | None) -> float | None:
-    """Report the result for a percentage that is finer than MPS reports; mpsd rounds it down."""
-    if percent is not None and 0.1 <= percent <= 100 and (least := floor(round(percent * 10, 9)) / 10) != percent:  # noqa: PLR2004
+def _threads(_: click.Context, __: click.Parameter, percent: float | None) -> float | None:
+    """Report how mpsd takes a percentage that is finer than MPS reports, or that may be meant as a fraction."""
+    if percent is None or not 0.1 <= percent <= 100:  # noqa: PLR2004 - mpsd refuses it
+        return percent
+    if (least := floor(round(percent * 10, 9)) / 10) != percent:
         note(f"{percent:g} % is taken as {least:g} %: MPS knows tenths of a percent")
+    if percent < 1:
+        small, large = ("half a", "half") if percent == 0.5 else (f"{percent:g} of a", f"{percent:g}")  # noqa: PLR2004
+        note(f"{small} percent; {large} of the GPU is --fraction {percent:g}")
     return percent
-
-
-def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | None:
-    """Accept a number that JSON can carry; mpsd checks the range."""
-    if part is not None and not isfinite(part):
-        raise click.BadParameter(f"{part} is not a finite number")
-    return part
 
 
 def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | None:
@@ -80,17 +89,16 @@ with_request: Final = together(
     _option(
         "--threads",
         type=PERCENTAGE,
-        callback=_finest,
+        callback=_threads,
         metavar="PERCENT",
         help="Percentage of the GPU's threads, such as 25 or 25%.",
     ),
     _option("--memory", metavar="SIZE", help="Device memory, such as 8GiB, or a number of bytes."),
     _option(
         "--fraction",
-        type=float,
-        callback=_part,
+        type=FRACTION,
         metavar="PART",
-        help="Fraction of a GPU, such as 0.25, instead of --threads and --memory.",
+        help="Fraction of a GPU, such as 0.25, 25% or 1/4, instead of --threads and --memory.",
     ),
     _option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="The GPU to use.  [default: any]"),
     _option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),

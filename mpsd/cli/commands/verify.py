@@ -89,8 +89,10 @@ def _lease_of(api: Api, pid: int) -> str:
         if found is not None:
             return found
     under = f"a client of {client['daemon']}" if client is not None else "not a client of MPS"
+    unknown = f"; {client['because']}" if client is not None and client["verdict"] == "unknown" else ""
     raise NotFoundError(
-        f"process {pid} has no lease of yours, and is {under}", hint="take out a lease: mpsctl run, or mpsctl admit"
+        f"process {pid} has no lease of yours{', as far as is known' if unknown else ''}, and is {under}{unknown}",
+        hint="take out a lease: mpsctl run, or mpsctl admit",
     )
 
 

@@ -10,7 +10,6 @@ from mpsd.cli.command import of_one_version
 from mpsd.cli.render import granted_memory, holder_in_short, percent, size, taken_places
 from mpsd.cli.tables import Figure, Look, bar, columns_of, fitting, table
 from mpsd.cli.users import name_of
-from mpsd.cli.views import sm_activity
 from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
@@ -21,8 +20,8 @@ GPUS: Final = columns_of(
     ("GPU", "HEALTH", "DAEMON", "THREADS", "MEMORY", "HELD", "CLIENTS"), drops=("CLIENTS", "HELD", "HEALTH")
 )
 COLUMNS: Final = columns_of(
-    ("PID", "USER", "GPU", "THREADS", "SM", "HELD", "GRANTED", "LEASE", "HOLDER", "VERDICT", "COMMAND"),
-    drops=("HOLDER", "SM", "LEASE", "VERDICT"),
+    ("PID", "USER", "GPU", "THREADS", "HELD", "GRANTED", "LEASE", "HOLDER", "VERDICT", "COMMAND"),
+    drops=("HOLDER", "LEASE", "VERDICT"),
 )
 
 _ENCODING: Final = "utf-8"
@@ -123,7 +122,7 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                 str(client["pid"]),
                 name_of(client["uid"]),
                 client["daemon"].removeprefix("gpu"),
-                *_granted(lease, client["daemon"], sm_activity(client), Figure(size(held), held or 0)),
+                *_granted(lease, client["daemon"], Figure(size(held), held or 0)),
                 client["lease"] or "none",
                 _NONE if lease is None else holder_in_short(lease),
                 client["verdict"],
@@ -141,7 +140,7 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                         _NONE,
                         name_of(lease["owner"]["uid"]),
                         share["daemon"].removeprefix("gpu"),
-                        *_granted(lease, share["daemon"], _NOTHING, _NOTHING),
+                        *_granted(lease, share["daemon"], _NOTHING),
                         lease["id"],
                         holder_in_short(lease),
                         "idle",
@@ -150,10 +149,10 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                 )
 
 
-def _granted(lease: "answer_types.Lease | None", daemon: str, activity: Figure, held: Figure) -> tuple[Figure, ...]:
-    """Return the threads of a lease's share on a GPU, the SM activity, the memory held, and that of the share."""
+def _granted(lease: "answer_types.Lease | None", daemon: str, held: Figure) -> tuple[Figure, ...]:
+    """Return the threads of a lease's share on a GPU, the memory held, and that of the share."""
     for share in lease["shares"] if lease is not None else ():
         if share["daemon"] == daemon:
             threads, memory = share["active_thread_percentage"], share["pinned_device_mem_limit"]
-            return Figure(percent(threads), threads), activity, held, Figure(size(memory), memory)
-    return _NOTHING, activity, held, _NOTHING
+            return Figure(percent(threads), threads), held, Figure(size(memory), memory)
+    return _NOTHING, held, _NOTHING

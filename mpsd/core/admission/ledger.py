@@ -299,16 +299,22 @@ class Ledger:
         self._leave(self.leases[before.id], now)
         self._enter(before, now)
 
-    def has_room(self, lease: Lease, gpu: str) -> bool:
-        """Tell whether a granted lease may have one more client process on a GPU; an untaken claim may have none.
+    def places_left(self, lease: Lease, gpu: str) -> int:
+        """Return how many more client processes a granted lease may have on a GPU; an untaken claim may have none.
 
-        A lease for any number of processes may have one more while the GPU has a place that is not granted.
+        A lease for any number of processes may also have the places of the GPU that are not granted.
         """
-        clients = len(lease.clients_on(gpu))
-        if lease.request.processes is not None or not clients:
-            return lease.claim is None and clients < (lease.request.processes or 1)
+        if lease.claim is not None:
+            return 0
+        left = max((lease.request.processes or 1) - len(lease.clients_on(gpu)), 0)
+        if lease.request.processes is not None:
+            return left
         offer = self._offers.by_gpu.get(gpu)
-        return offer is None or self._room.has_place(offer)
+        return left + (1 if offer is None else self._room.places(offer))
+
+    def has_room(self, lease: Lease, gpu: str) -> bool:
+        """Tell whether a granted lease may have one more client process on a GPU."""
+        return self.places_left(lease, gpu) > 0
 
     def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
         """End a lease, or remove it from the queue; None when it has ended already."""

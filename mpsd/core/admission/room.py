@@ -97,9 +97,9 @@ class Room:
         """Return the amount that is granted on a GPU."""
         return self._held[gpu].amount if gpu in self._held else NOTHING
 
-    def has_place(self, offer: Offer) -> bool:
-        """Tell whether a GPU has a place for one more client, beside the granted places and unleased clients."""
-        return _left(offer, self.taken(offer.gpu)).clients > 0
+    def places(self, offer: Offer) -> int:
+        """Return how many more clients a GPU has places for, beside the granted places and unleased clients."""
+        return max(_left(offer, self.taken(offer.gpu)).clients, 0)
 
     def uids(self, gpu: str) -> Collection[int]:
         """Return the uids that hold something on a GPU."""

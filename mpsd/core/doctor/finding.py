@@ -114,6 +114,8 @@ class ProcessSeen:
     """Whether only its name, arguments and environment identify it, which any user can forge."""
     apart: bool = False
     """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
+    group: str = ""
+    """The path of its control group."""
 
     @property
     def pipe_directory(self) -> str | None:
@@ -130,12 +132,14 @@ class ClientSeen:
     gpu: str
     """The UUID of the GPU."""
     granted: int
-    """Bytes of memory that the lease has on that GPU."""
+    """Bytes of memory that each process of the lease may have on that GPU."""
     arguments: tuple[str, ...]
     variables: Reading[Mapping[str, str]]
     """Its environment at its start, as far as CUDA and frameworks use it."""
     frameworks: frozenset[str] = frozenset()
     """The framework libraries that it has loaded, as far as that can be read."""
+    ancestors: tuple[tuple[str, ...], ...] = ()
+    """The arguments of its ancestors, the nearest first, where it has written a title over its own."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

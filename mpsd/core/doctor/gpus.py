@@ -28,10 +28,6 @@ from mpsd.core.mps.daemon_flags import MANY_USERS
 from mpsd.core.mps_facts import VOLTA
 from mpsd.core.settings import Users
 
-_DESKTOP: Final = ("GB10",)
-_INTEGRATED: Final = (*_DESKTOP, "Tegra", "Orin", "Xavier", "Thor")
-"""Words in the names of GPUs that share the node's memory."""
-
 
 def _name(each: GpuSeen) -> str:
     return f"GPU {each.gpu.index}"
@@ -45,7 +41,7 @@ def _gpus(seen: Observed) -> tuple[GpuSeen, ...]:
 @check(
     "architecture",
     "mpsd can share every GPU, with limits",
-    "mpsd does not use a GPU in MIG mode; older ones than Volta have no limits; integrated ones hide held memory.",
+    "mpsd does not use a GPU in MIG mode; older ones than Volta have no limits; integrated ones share host memory.",
 )
 def _architecture(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen.gpus.node)
@@ -63,13 +59,11 @@ def _architecture(seen: Observed) -> Iterator[Finding]:
                 f" admits {most} clients, and a fault of one client ends all of them"
             )
             yield fail(because, "use this GPU for work that does not share it", _name(each), **evidence)
-        if any(word in name for word in _INTEGRATED):
-            because = (
-                f"{name} shares its memory with the node: NVML reports no memory of its processes, so mpsd"
-                " cannot see how much they hold"
-            )
-            if not any(word in name for word in _DESKTOP):
-                because += "; a Tegra has no compute mode, and its MPS no terminate_client"
+        if gpu.integrated:
+            because = gpus.unmeasured(name)
+            usage = known(each.usage)
+            if usage is not None and usage.compute_mode is None:
+                because += "; it has no compute mode, and the MPS of a Tegra has no terminate_client"
             remedy = "set memory limits by the processes' control groups as well; see docs/gpu.md"
             yield warn(because, remedy, _name(each), **evidence)
 
@@ -227,6 +221,8 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         usage = known(each.usage)
         if usage is None:
             continue
+        if not usage.listed:
+            yield unknown(gpus.UNLISTED, subject=_name(each))
         outside = sorted(
             pid
             for pid, process in usage.processes.items()
@@ -289,7 +285,7 @@ def _program(seen: Observed) -> Iterator[Finding]:
 @check(
     "versions",
     "the control program, CUDA's library and the driver have the same version",
-    "Servers exit with status 1; clients fail with 805, or with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
+    "Clients fail with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803), or servers do not start; that was not measured.",
 )
 def _versions(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen.gpus.node)

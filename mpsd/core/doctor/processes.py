@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from mpsd.core import frameworks
 from mpsd.core.doctor.finding import (
     AS_ROOT,
     ClientSeen,
@@ -21,6 +21,8 @@ from mpsd.core.doctor.finding import (
     warn,
 )
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
+from mpsd.core.frameworks import Demand, Framework
+from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
 from mpsd.core.mps.control_daemons import USUAL, Whose, described, whose
 from mpsd.core.mps.daemon_flags import FOREGROUND
@@ -62,7 +64,8 @@ def _found(verdict: Verdict, each: ProcessSeen, because: str, remedy: str, subje
 
 def _quit(each: ProcessSeen, directory: str) -> str:
     inside = f"nsenter --target {each.pid} --mount " if each.apart else ""
-    return f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
+    by_hand = f"echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
+    return f"when its clients have exited: {service_first(each.group)}{by_hand}"
 
 
 def _control_daemons(seen: Observed, wanted: Whose) -> Iterator[tuple[ProcessSeen, str]]:
@@ -240,7 +243,7 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
 @check(
     "replaced-program",
     "every running program is the installed version",
-    "After an upgrade, old control daemons run with new libraries: clients fail to connect.",
+    "After an upgrade, old control daemons run with new libraries: clients may fail to connect.",
 )
 def _program(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen.processes, AS_ROOT)
@@ -278,28 +281,9 @@ CHECKS: Final = (_foreign, _usual, _other, _other_mpsd, _orphans, _lookalikes, _
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
-    """A framework that takes a part of the GPU's total memory at once, regardless of a pinned limit."""
-
-    name: str
-    part: float
-    """The part that it takes by default. Source: its own documentation."""
-    option: str
-    """The argument or variable that changes the part."""
-    otherwise: str = ""
-    """A second variable, which turns the immediate allocation off."""
-
-
-_BY_ARGUMENT: Final = {
-    "vllm": Framework("vLLM", 0.9, "--gpu-memory-utilization"),
-    "sglang": Framework("SGLang", 0.85, "--mem-fraction-static"),
-}
-_BY_LIBRARY: Final = {
-    "jaxlib": Framework("JAX", 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
-    "tensorflow": Framework("TensorFlow", 1.0, "TF_FORCE_GPU_ALLOW_GROWTH"),
-}
-LIBRARIES: Final = frozenset(_BY_LIBRARY)
+_CONTEXT: Final = 23 * MIB
+"""Bytes of a lease that a context takes before a framework looks: the least that was measured (T4, driver 535; on an
+H200 with driver 580 it was 145 to 517 MiB)."""
 
 
 def _unreadable(seen: Observed) -> Iterator[Finding]:
@@ -338,38 +322,47 @@ def _ordinals(seen: Observed) -> Iterator[Finding]:
 @check(
     "framework-memory",
     "no framework takes more memory by itself than its lease has",
-    "The program runs out of memory when it starts.",
+    "The program does not start, or leaves no memory for CUDA's libraries.",
 )
 def _framework(seen: Observed) -> Iterator[Finding]:
-    yield from _unreadable(seen)
+    yield from unread(seen.clients)
     node = known(seen.gpus.node)
     totals = {each.gpu.uuid: each.gpu.memory_total for each in node.gpus} if node is not None else {}
+    judged = set[object]()
     for each in known(seen.clients) or ():
-        found, total = _framework_of(each), totals.get(each.gpu)
-        if found is None or total is None or found.part * total <= each.granted:
+        framework = frameworks.of(each.arguments, each.frameworks)
+        if framework is None or framework.library:  # only its variables tell
+            yield from unread(each.variables, subject=f"pid {each.pid}")
+        if framework is None:
             continue
-        takes, has = format_size(int(found.part * total) // MIB * MIB), format_size(each.granted)
-        because = (
-            f"process {each.pid} runs {found.name}, which takes {found.part:.0%} of the GPU's total memory at once"
-            f" ({takes}) where it is not configured otherwise, and lease {each.lease} has {has}: it runs out of memory"
+        command = next((one for one in (each.arguments, *each.ancestors) if frameworks.runs(framework, one)), None)
+        program = (each.lease, each.gpu, command or each.pid)
+        if program in judged or (framework.library and isinstance(each.variables, Unknown)):
+            continue
+        judged.add(program)
+        demand = frameworks.demand(framework, command or (), known(each.variables) or {})
+        yield from _beyond_lease(each, framework, demand, totals.get(each.gpu))
+
+
+def _beyond_lease(each: ClientSeen, framework: Framework, demand: Demand, total: int | None) -> Iterator[Finding]:
+    """Yield a finding where a framework asks for more than its lease has, or where that is unknown."""
+    subject, runs = f"pid {each.pid}", f"process {each.pid} runs {framework.name}"
+    if demand.unknown:
+        yield unknown(f"{runs}, and {demand.unknown}", None, subject)
+    elif total is None and (demand.part or demand.size):
+        yield unknown(
+            f"{runs}, which sizes itself by the total memory of its GPU, and that is unknown", AS_ROOT, subject
         )
-        fraction = max(each.granted / total * 0.9, 0.001)
-        value = "true" if found.name == "TensorFlow" else f"{fraction:.2g}"
-        remedy = f"start it with {found.option}{'=' if found.option.isupper() else ' '}{value}"
-        yield warn(because, remedy, f"pid {each.pid}", pid=each.pid, total=total, granted=each.granted)
-
-
-def _framework_of(each: ClientSeen) -> Framework | None:
-    """Return the framework that a process runs with its default part; None where it is configured, or runs none."""
-    for word, framework in _BY_ARGUMENT.items():
-        if any(word in argument.rpartition("/")[2].split(".") for argument in each.arguments[:4]):
-            is_configured = any(argument.startswith(framework.option) for argument in each.arguments)
-            return None if is_configured else framework
-    variables = known(each.variables)
-    for library, framework in _BY_LIBRARY.items():
-        if library in each.frameworks and variables is not None:
-            return framework if {framework.option, framework.otherwise}.isdisjoint(variables) else None
-    return None
+    elif total is not None and (takes := demand.size or int(demand.part * total)) > each.granted - _CONTEXT:
+        size, whole, has = map(format_size, (takes // MIB * MIB, total, each.granted))
+        how = f"by {demand.given}" if demand.given else "where it is not configured otherwise"
+        share = f"{demand.part:.0%} of the GPU's total memory at once" if demand.part else "memory"
+        because = f"{runs}, which takes {share} {how} ({size}), and a process of {each.lease} may have {has}"
+        if framework is frameworks.SGLANG:
+            because = f"{runs}, which leaves for its work what it computes from the {whole} of the GPU, and a"
+            because += f" process of {each.lease} may have {has}"
+        remedy = f"start it with {frameworks.setting(framework, each.granted / total, demand.given)}"
+        yield warn(because, remedy, subject, pid=each.pid, total=total, granted=each.granted)
 
 
 CLIENT_CHECKS: Final = (_ordinals, _framework)

@@ -26,14 +26,14 @@ HasRoom: TypeAlias = Callable[[Lease, str], bool]
 
 
 class AttributedClient(NamedTuple):
-    """A client and its lease; `counted` tells whether that lease has room for it."""
+    """A client and its lease; `counted` tells whether that lease, or one of those that it may have, has room for it."""
 
     client: Client
     lease: Lease | None
     counted: bool
     may: tuple[Lease, ...] = ()
-    """The leases of one holder to one of which the client belongs, where its environment, which would tell, is unknown.
-    """
+    """The leases that the client may have, where its environment, which would tell, is unknown: those of its holder to
+    one of which it belongs, else those whose holders may have left it behind."""
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:
@@ -48,16 +48,18 @@ def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: Has
     that a control group around it holds. Only leases of the client's own uid count. Where no lease has room, the
     nearest one is returned uncounted. A descendant of a client counts too: its own parent, the holder, may have exited.
     Of several leases in one circle, the one whose limit variables the client's environment has comes first, and then
-    the oldest one; where its environment is unknown, any of them may be the client's.
+    the oldest one. Where its environment is unknown, that of the nearest ancestor that shows one names the lease, or
+    any of them may be the client's.
     """
     nearest = None
     for circle in circles:
-        there = [
-            lease for lease in circle if lease.owner.uid == client.uid and share_on(lease, client.daemon) is not None
-        ]
+        own = (each for each in circle if each.owner.uid == client.uid and share_on(each, client.daemon) is not None)
+        there = sorted(own, key=lambda each: each.arrival)
+        if len(there) > 1 and isinstance(client.environment, Unknown):
+            there = [lease for lease in there if lease.token and lease.token == client.inherited.get(TOKEN)] or there
         if len(there) > 1 and isinstance(client.environment, Unknown):
             return AttributedClient(client, None, counted=False, may=tuple(there))
-        for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
+        for lease in sorted(there, key=lambda each: not _is_of(client, each)):
             if client.identity in lease.clients_on(client.gpu) or has_room(lease, client.gpu):
                 return AttributedClient(client, lease, counted=True)
             nearest = nearest or lease

@@ -1,10 +1,11 @@
 """The steps by which mpsd ends a client of MPS, for any cause: what to do next about it. Pure.
 
-A client that is killed while the GPU works for it leaves that work behind: other clients of its server may meet an
-illegal address, and if it was the only client, a later one can hang. The server therefore ends the client's contexts
-first, by `terminate_client`, and signals follow its answer `0`. A SIGTERM before that is for programs that finish their
-work on it, where their lease says so. A handler for the signal proves nothing: the runtimes of Go and Java have one,
-and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
+A client that is killed while the GPU works for it leaves that work behind: other clients of its server meet an illegal
+address, and if it was the only client, the next one fails (measured on 580) or, as others report, hangs. The server
+therefore ends the client's contexts first, by `terminate_client`, and signals follow its answer `0`. A SIGTERM before
+that is for programs that finish their work on it, where their lease says so. A handler for the signal proves nothing:
+the runtimes of Go and Java have one, and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating
+clients; docs/gpu.md.
 """
 
 from collections.abc import Collection

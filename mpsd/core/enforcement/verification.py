@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final
 
 from mpsd.core import holders
@@ -90,12 +91,14 @@ def verify(
     *,
     memory: bool,
     unknown: Sequence[str] = (),
+    hidden: Mapping[ProcessIdentity, str] = MappingProxyType({}),
 ) -> Verification:
     """Judge a lease by its clients, by the memory that its processes hold on each GPU, and by the violations found.
 
     `memory` tells whether the driver limits memory. `unknown` names the subjects that could not be queried or read now,
-    so that the facts about them are older. A lease that has ended, waits, or has no process yet does not verify as
-    `ok`: the caller wants to know whether the lease runs under MPS, and it does not.
+    so that the facts about them are older. `hidden` has the pipe directory of each process that does not see its own. A
+    lease that has ended, waits, or has no process yet does not verify as `ok`: the caller wants to know whether the
+    lease runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
         because = f"lease {lease.id} has ended: {lease.because}"
@@ -106,7 +109,7 @@ def verify(
     processes = tuple(
         each
         for share in lease.shares
-        for each in _on(lease, share, clients, held.get(share.gpu, {}), own, memory=memory)
+        for each in _on(lease, share, clients, held.get(share.gpu, {}), own, memory=memory, hidden=hidden)
     )
     there = [each for each in processes if each.mps is not None]
     wrong = [(_said(each), each.hint) for each in own]
@@ -124,6 +127,7 @@ def verify(
     elif not attached:
         verdict, because = Verdict.NOTHING, f"no process of lease {lease.id} is a client of MPS yet"
         hint = f"start a program in its environment: {violations.environment_of(lease)}"
+        because, hint = next(((each.because, each.hint) for each in processes if each.hint), (because, hint))
     else:
         most, verdict = lease.request.processes, Verdict.OK
         count = f"{len(attached)}" if most is None else f"{len(attached)} of {most * len(lease.shares)}"
@@ -147,6 +151,7 @@ def _on(
     found: Sequence[Violation],
     *,
     memory: bool,
+    hidden: Mapping[ProcessIdentity, str],
 ) -> list[VerifiedProcess]:
     there = [each for each in clients if each.daemon == share.daemon]
     known = {each.identity for each in there}
@@ -155,18 +160,29 @@ def _on(
         if identity not in known:
             outside = (each for each in found if each.kind is ViolationKind.OUTSIDE and each.process == identity)
             wrong = next((each for each in outside if each.daemon == share.daemon), None)
-            result.append(_stranger(lease, share, identity.pid, process, wrong))
+            result.append(_stranger(lease, share, identity, process, hidden, wrong=wrong))
     unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
-    result += [_unseen(lease, share, each.process, each) for each in unseen]
+    result += [_unseen(lease, share, each.process, each, hidden) for each in unseen]
     # Where a lease has bearers, its holders are gone, or are clients.
-    return result or [_unseen(lease, share, each, None) for each in lease.bearers or holders.processes(lease)]
+    return result or [_unseen(lease, share, each, None, hidden) for each in lease.bearers or holders.processes(lease)]
 
 
-def _unseen(lease: Lease, share: Share, process: ProcessIdentity, wrong: Violation | None) -> VerifiedProcess:
+def _unseen(
+    lease: Lease,
+    share: Share,
+    process: ProcessIdentity,
+    wrong: Violation | None,
+    hidden: Mapping[ProcessIdentity, str],
+) -> VerifiedProcess:
     """Judge a process of a lease that was not seen on the GPU of a share."""
-    holds = "keeps the lease, whose token it carries," if process in lease.bearers else "holds the lease,"
-    because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}"
-    judged = (Verdict.NOTHING, because) if wrong is None else (Verdict.VIOLATION, wrong.because, wrong.hint)
+    holds = "keeps the lease, whose token it carries or may carry," if process in lease.bearers else "holds the lease,"
+    lacks = violations.lacks(share, process, hidden)
+    because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}{violations.without(lacks)}"
+    judged = (
+        (Verdict.NOTHING, because, violations.bind(lacks) if lacks else "")
+        if wrong is None
+        else (Verdict.VIOLATION, wrong.because, wrong.hint)
+    )
     return VerifiedProcess(process.pid, share.daemon, share.gpu, violations.part(lease, share), *judged)
 
 
@@ -204,8 +220,17 @@ def _client(
     )
 
 
-def _stranger(lease: Lease, share: Share, pid: int, process: GpuProcess, wrong: Violation | None) -> VerifiedProcess:
+def _stranger(
+    lease: Lease,
+    share: Share,
+    identity: ProcessIdentity,
+    process: GpuProcess,
+    hidden: Mapping[ProcessIdentity, str],
+    *,
+    wrong: Violation | None,
+) -> VerifiedProcess:
     """Judge a process of a lease that uses the GPU of a share, and that no server lists."""
+    pid = identity.pid
     if wrong is not None:
         verdict, because, hint = Verdict.VIOLATION, wrong.because, wrong.hint
     elif process.mps:
@@ -215,8 +240,10 @@ def _stranger(lease: Lease, share: Share, pid: int, process: GpuProcess, wrong: 
         )
         verdict, hint = Verdict.UNKNOWN, ""
     else:
+        lacks = violations.lacks(share, identity, hidden)
         because = f"process {pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
-        verdict, hint = Verdict.VIOLATION, violations.again(lease)
+        because += violations.without(lacks)
+        verdict, hint = Verdict.VIOLATION, violations.again(lease, lacks)
     on = pid, share.daemon, share.gpu, violations.part(lease, share)
     return VerifiedProcess(*on, verdict, because, hint, mps=process.mps, held=_held(process))
 

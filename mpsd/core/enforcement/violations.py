@@ -7,6 +7,7 @@ exists, and the memory that NVML reports for the processes of a lease. A client 
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Final, NamedTuple
 
 from mpsd.core import holders
@@ -171,6 +172,14 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     return ""
 
 
+def undecided(client: Client, may: Sequence[Lease]) -> str:
+    """Describe a client of which only is known which leases it may have."""
+    reason = client.environment.reason if isinstance(client.environment, Unknown) else ""
+    leases = f"lease {' and '.join(each.id for each in may)}"
+    each = "; mpsd judges the memory that such clients hold together"
+    return f"{reason}; process {client.identity.pid} may belong to {leases}{each}"
+
+
 def _to_be_certain(client: Client, lease: Lease) -> str:
     """Say how the limits of a client become certain; a lease that the client holds itself ends with it."""
     if client.identity in holders.processes(lease):
@@ -202,9 +211,33 @@ def environment_of(lease: Lease) -> str:
     return f"({shown}; setpriv --reuid {lease.owner.uid} --regid {lease.owner.gid} --init-groups PROGRAM)"
 
 
-def again(lease: Lease) -> str:
-    """Return the remedy for a process that is not under MPS."""
-    return f"start it again in the environment of its lease: {environment_of(lease)}"
+def again(lease: Lease, lacks: str = "") -> str:
+    """Return the remedy for a process that is not under MPS; `lacks` is the pipe directory that it does not see."""
+    return bind(lacks) if lacks else f"start it again in the environment of its lease: {environment_of(lease)}"
+
+
+def bind(directory: str) -> str:
+    """Return the remedy for a container without a pipe directory: the runtime directory of mpsd has to be there."""
+    top = PurePosixPath(directory).parents[1]
+    return (
+        f"start its container with {top} under the same path: --bind {top} (Apptainer, Singularity), --mount"
+        f" {top}:{top} (enroot), --container-mounts={top}:{top} (pyxis), -v {top}:{top}:ro (podman, Docker), or a"
+        " hostPath volume"
+    )
+
+
+def lacks(share: Share, process: ProcessIdentity, hidden: Mapping[ProcessIdentity, str]) -> str:
+    """Return the pipe directory of a share if a process was started with it and does not see it; otherwise empty.
+
+    `hidden` has the pipe directory that each process does not see.
+    """
+    directory = hidden.get(process, "")
+    return directory if directory == share.env[PIPE_DIRECTORY] else ""
+
+
+def without(directory: str) -> str:
+    """Describe a process that does not see the pipe directory of its lease, for the end of a sentence."""
+    return f": it has the environment of its lease, but its container does not have {directory}" if directory else ""
 
 
 # -- what is a violation -----------------------------------------------------------------------------------------------
@@ -228,11 +261,12 @@ def of_client(
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
-    # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it.
+    # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it, or it may be one
+    #    of the clients that several leases have places for.
     # 2. A client beyond the number of its lease is judged for that alone: the limits of the lease are not its own.
     # 3. A counted client is judged by the limits of its lease.
     if lease is None or share is None:
-        if denied:
+        if denied and not attached.counted:
             doubt = _may_have_a_lease(client, near)
             because = f"process {client.identity.pid} is a client of {client.daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.
@@ -393,27 +427,32 @@ def of_undecided_memory(
         yield Violation(ViolationKind.MEMORY, each, None, daemon, because, RUN, servers.get(each))
 
 
-def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
-    """Judge the processes of a lease that use its GPU and are not clients of MPS."""
+def of_outside(
+    lease: Lease, share: Share, outside: Iterable[ProcessIdentity], hidden: Mapping[ProcessIdentity, str]
+) -> Iterator[Violation]:
+    """Judge the processes of a lease that use its GPU and are not clients of MPS; `hidden` as in `lacks`."""
     for identity in outside:
+        lacking = lacks(share, identity, hidden)
         because = (
-            f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"
+            f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without"
+            f" limits{without(lacking)}"
         )
-        hint = again(lease)
+        hint = again(lease, lacking)
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)
 
 
 def of_other_daemon(
-    lease: Lease, share: Share, identity: ProcessIdentity, other: OtherDaemon | None, directory: str = ""
+    lease: Lease, share: Share, identity: ProcessIdentity, others: Sequence[OtherDaemon], directory: str = ""
 ) -> Violation:
     """Judge a process of a lease that uses its GPU through a control daemon which is not mpsd's.
 
-    It is a server of it, or a client by NVML. `directory` is the pipe directory of no control daemon of mpsd's that the
-    client was started with: it proves that the client is none of mpsd's, which are all listed.
+    It is a server of it, or a client by NVML. `others` are those that it may be. `directory` is the pipe directory of
+    no control daemon of mpsd's that the client was started with: it proves that the client is none of mpsd's, which are
+    all listed.
     """
-    is_server = other is not None and identity.pid in other.servers
+    is_server = any(identity.pid in each.servers for each in others)
     part = "a server" if is_server else "a client"
-    where = str(other) if other is not None else f"it was started with {PIPE_DIRECTORY}={briefly(directory)}"
+    where = " or ".join(map(str, others)) or f"it was started with {PIPE_DIRECTORY}={briefly(directory)}"
     because = (
         f"process {identity.pid} of lease {lease.id} is {part} of another control daemon on the GPU of {share.daemon},"
         f" without limits: {where}"

@@ -242,20 +242,10 @@ LEASE_MEMORY_HELD: Final = _gauge(
     "Memory that the clients of a lease hold, as NVML reports it; absent if NVML does not report it.",
     *_OF_LEASE,
 )
-LEASE_ACTIVITY: Final = _gauge(
-    "mpsd_lease_sm_activity_ratio",
-    "Part of the time that the SMs worked for the clients of a lease; absent if NVML does not report it.",
-    *_OF_LEASE,
-)
 LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE)
 CLIENT_MEMORY_HELD: Final = _gauge(
     "mpsd_client_memory_held_bytes",
     "Memory that a client of a lease holds, as NVML reports it; absent if NVML does not report it.",
-    *_OF_CLIENT,
-)
-CLIENT_ACTIVITY: Final = _gauge(
-    "mpsd_client_sm_activity_ratio",
-    "Part of the time that the SMs worked for a client of a lease; absent if NVML does not report it.",
     *_OF_CLIENT,
 )
 

@@ -96,7 +96,9 @@ def _of_gpus(node: NodeSnapshot) -> Numbers:
         families.GPU_MEMORY_GRANTED: {labels: amount.memory for labels, amount in granted.items()},
         families.GPU_MEMORY_UNLEASED: {labels: amount.memory for labels, amount in unleased.items()},
         families.GPU_MEMORY_HELD: {
-            (_uuid(view),): view.usage.value.memory_used for view in views if isinstance(view.usage, Known)
+            (_uuid(view),): used
+            for view in views
+            if isinstance(view.usage, Known) and (used := view.usage.value.memory_used) is not None
         },
         families.GPU_THREADS: {(gpu.uuid,): node.threads_oversubscription for gpu in known},
         families.GPU_THREADS_GRANTED: {labels: amount.threads / 1000 for labels, amount in granted.items()},
@@ -152,18 +154,13 @@ def _of_users(node: NodeSnapshot) -> Numbers:
             found[families.LEASE_MEMORY][labels] = share.memory.bytes
             found[families.LEASE_CLIENTS][labels] = len(on_it)
             usage = usages.get(share.gpu)
-            if usage is None:
+            if usage is None or usage.memory_used is None:
                 continue
-            activity, held = found[families.LEASE_ACTIVITY], found[families.LEASE_MEMORY_HELD]
+            held = found[families.LEASE_MEMORY_HELD]
             held[labels] = 0
             for client in on_it:
                 process, pid = usage.processes.get(client.pid), str(client.pid)
-                if process is None:
-                    continue
-                if process.sm_activity is not None:
-                    found[families.CLIENT_ACTIVITY][*labels, pid] = process.sm_activity / 100
-                    activity[labels] = activity.get(labels, 0.0) + process.sm_activity / 100
-                if isinstance(process.memory, Known):
+                if process is not None and isinstance(process.memory, Known):
                     found[families.CLIENT_MEMORY_HELD][*labels, pid] = process.memory.value
                     held[labels] += process.memory.value
     return {

@@ -244,7 +244,7 @@ def _lowered_mem_limit(offered: LimitValue, text: str, gpu: str) -> LimitValue:
 def invisible_entry(text: str, gpu: str) -> str | None:
     """Return the entry of a client's memory variable that names another GPU than the one it sees; None without one.
 
-    Such an entry makes the client drop every pinned device memory limit, including its server's (mps-facts B2; NVIDIA
+    Such an entry makes the client drop every pinned device memory limit, including its server's (NVIDIA
     measured 96,768 MiB under a limit of 10G on driver 615).
     """
     entries = (entry for entry in text.split(",") if entry)

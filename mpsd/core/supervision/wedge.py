@@ -3,7 +3,7 @@
 A client that is killed while one of its kernels is in flight, with no other client connected, can leave a *wedge*: the
 server reports ACTIVE, lists its clients, and logs nothing, but every later client hangs for ever in CUDA's
 initialisation. Only a new server ends that. Source: the package text of drain.go in kai-scheduler/gpu-fractioning, pull
-request 147, which says that NVIDIA confirmed it.
+request 147, which says that NVIDIA confirmed it. None was seen on 580 (docs/gpu.md).
 
 No state word and no answer of the control pipe shows a wedge. A *canary* does: a client of mpsd's own that initialises
 CUDA, makes a context, and reports the result.

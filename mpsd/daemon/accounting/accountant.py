@@ -390,4 +390,5 @@ def _held(processes: Iterable[GpuProcess]) -> int | None:
 
 
 def _reading(usage: Reading[GpuUsage], by_lease: dict[str, int | None]) -> GpuReading | None:
-    return GpuReading(usage.value.memory_used // MIB, by_lease) if isinstance(usage, Known) else None
+    used = usage.value.memory_used if isinstance(usage, Known) else None
+    return None if used is None else GpuReading(used // MIB, by_lease)

@@ -280,6 +280,8 @@ class LeaseHandlers:
         late: list[str] = []
         if lease.shares and lease.state is not LeaseState.ENDED:
             late = await self._node.refresh(lease)
+            if await self._node.violation_monitor.see(lease):
+                self._node.inspect()  # the violations get the hint that fits
             lease = self._node.leases.find(lease.id)
         verdict = self._node.violation_monitor.verify(lease, late)
         return answer_types.Verify(

@@ -153,7 +153,6 @@ class NodeHandlers:
                 server=server.pid,
                 lease=leases.get((daemon.name, pid)),
                 memory_held=self._node.gpus.held(daemon.gpu, pid),
-                sm_activity=self._node.gpus.sm_activity(daemon.gpu, pid),
                 verdict=judged.get((daemon.name, pid), _WELL)[0],
                 because=judged.get((daemon.name, pid), _WELL)[1],
                 hint=judged.get((daemon.name, pid), _WELL)[2],

@@ -2,7 +2,7 @@
 
 A place among the clients of a GPU is reserved for it. It has pipe access by a group of its own: other processes of its
 user have none by that. It runs under the ceiling in force; the ceiling is opened only for an operator's command. It
-launches no kernel, so mpsd may kill one that does not return, without harm to any client (mps-facts B4.3).
+launches no kernel, so mpsd may kill one that does not return, without harm to any client.
 """
 
 import asyncio

@@ -24,6 +24,7 @@ import msgspec
 from mpsd.core import capabilities
 from mpsd.core.errors import ControlError, ControlUnreachableError, ForeignDaemonError
 from mpsd.core.events import EventName
+from mpsd.core.holders import service_first
 from mpsd.core.model import DaemonProcess, Gpu, Known, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
@@ -177,8 +178,8 @@ class Instance:
         many_users = settings.users is Users.MANY
         allowed = self._program.capabilities
         if allowed is not None:
-            # One server of root for all users may need more than a server of one user: only a test on a GPU can show
-            # that.
+            # One server of root for all users may need more than a server of one user. It had all when it was measured
+            # (580), and fewer were not tried.
             allowed = None if many_users else allowed | capabilities.parse(settings.capabilities)
         # Also after a death: another process may have removed them, and MPS would make one that all users may write to.
         self._paths.create()
@@ -496,6 +497,6 @@ def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, ex
     return ForeignDaemonError(
         f"pid {pid} (uid {uid}, {executable}) is a control daemon on {paths.pipe_directory} that mpsd did not start"
         " with its present configuration",
-        hint=f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
-        f" {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
+        hint=f"when its clients have exited: {service_first(proc.cgroup(pid))}echo quit |"
+        f" CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory} {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
     )

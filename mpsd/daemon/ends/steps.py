@@ -355,8 +355,8 @@ class EndSteps:
     def _long(self, daemon: str, server: ProcessIdentity) -> LongCommand[None]:
         seconds = self._parts.settings.current.enforcement.terminate_deadline
         because = (
-            f"server {server.pid} is ending the contexts of client {self.pid} (terminate_client), which takes as long"
-            f" as its work on the GPU does, and {seconds:g} s at most; grants on {daemon} wait"
+            f"server {server.pid} is ending the contexts of client {self.pid} (terminate_client), which may take as"
+            f" long as its work on the GPU does, and {seconds:g} s at most; grants on {daemon} wait"
         )
         answer = self._parts.store.answer_to(self.ending.process)
         return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)

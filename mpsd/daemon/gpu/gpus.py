@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core import gpus
 from mpsd.core.errors import GpuError
 from mpsd.core.events import EventName
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.core.signal import Signal
 from mpsd.daemon.gpu.compute_modes import ComputeModes
@@ -153,22 +153,18 @@ class Gpus:
 
     @property
     def usages(self) -> dict[str, Reading[GpuUsage]]:
-        """The usage of each GPU, by UUID."""
-        return {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
+        """The usage of each GPU, by UUID; unknown where its processes are, since each would seem to use nothing."""
+        there = {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
+        return {
+            uuid: Unknown(gpus.UNLISTED) if isinstance(each, Known) and not each.value.listed else each
+            for uuid, each in there.items()
+        }
 
     def held(self, uuid: str, pid: int) -> int | None:
         """Return how many bytes of a GPU a process held at the last reading; None where NVML did not report it."""
-        process = self._process(uuid, pid)
-        return process.memory.value if process is not None and isinstance(process.memory, Known) else None
-
-    def sm_activity(self, uuid: str, pid: int) -> int | None:
-        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not report it."""
-        process = self._process(uuid, pid)
-        return None if process is None else process.sm_activity
-
-    def _process(self, uuid: str, pid: int) -> GpuProcess | None:
         usage = self.usages.get(uuid)
-        return usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        process = usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        return process.memory.value if process is not None and isinstance(process.memory, Known) else None
 
     def views(self) -> Iterator[GpuView]:
         """Yield the GPUs by index, including those that could not be read."""
@@ -208,4 +204,6 @@ class Gpus:
 
     def notes(self) -> list[str]:
         """Return facts about the GPUs that are worth knowing, although nothing is wrong."""
-        return self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})
+        integrated = [gpus.unmeasured(f"GPU {each.index}") for each in self.by_index.values() if each.integrated]
+        there = {gpu.uuid for index, gpu in self.by_index.items() if isinstance(self._usage.get(index), Known)}
+        return integrated + self.modes.notes(there)

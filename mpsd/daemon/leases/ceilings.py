@@ -312,7 +312,7 @@ class Ceilings:
                     return
                 patience = None
             elif supervisor.pipe.waits_for:
-                patience = None  # the end of a client takes as long as its work on the GPU, and is no fault
+                patience = None  # the end of a client may take as long as its work on the GPU, and is no fault
             elif is_open and patience is None:
                 patience = max(clock.monotonic() + self._patience, until)
                 if supervisor.snapshot().log_silent_since is not None:

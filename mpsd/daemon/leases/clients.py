@@ -15,11 +15,21 @@ from mpsd.core.enforcement.attribution import LEASE, AttributedClient
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.errors import DoesNotFitError, NotFoundError
 from mpsd.core.events import EventName
-from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Share, Stop, ViolationKind
+from mpsd.core.model import (
+    AttachedProcess,
+    Client,
+    HoldingProcess,
+    Lease,
+    ProcessIdentity,
+    Share,
+    Stop,
+    Unknown,
+    ViolationKind,
+)
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.leases.holder_watch import HolderWatch
+from mpsd.daemon.leases.holder_watch import HolderWatch, possible_origins
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
@@ -45,6 +55,8 @@ class Clients:
         self._watch = holder_watch.processes
         self._by_cgroup: Mapping[str, AbstractSet[str]] | None = None
         """The leases that have a process in each control group, read once in an inspection, and only if needed."""
+        self._undecided = defaultdict[tuple[str, tuple[str, ...]], list[ProcessIdentity]](list)
+        """By GPU and the leases that they may have, the clients of which that is all that is known."""
 
     def drop_dead_clients(self, lease: Lease) -> None:
         """Remove the processes of a restored lease that have exited."""
@@ -80,8 +92,11 @@ class Clients:
     def attribute(self, clients: Iterable[Client]) -> None:
         """Attribute clients to the leases that they belong to, while those have room."""
         self._by_cgroup = None
+        self._undecided.clear()
         for client in clients:
             found, kernel_says = self._find(client)
+            if found.may:
+                self._undecided[_key(found)].append(client.identity)
             if found.lease is None or not found.counted:
                 continue
             lease, identity = found.lease, client.identity
@@ -101,9 +116,15 @@ class Clients:
     def lease_of(self, client: Client) -> AttributedClient:
         """Return a client with its lease: by its family, else by its control group, else by its token.
 
-        A lease without room counts as none, if the client's token belongs to a lease with room.
+        A lease without room counts as none, if the client's token belongs to a lease with room. Of the clients that may
+        have one of the same leases, the oldest count, as many as those have places left.
         """
-        return self._find(client)[0]
+        found = self._find(client)[0]
+        if not found.may:
+            return found
+        places = [self._ledger.places_left(lease, client.gpu) for lease in found.may]
+        older = sum(1 for each in self._undecided[_key(found)] if _age(each) < _age(client.identity))
+        return found._replace(counted=older < sum(places))
 
     def lease_near(self, client: Client) -> Lease | None:
         """Return the lease that explains a client without one, on the client's GPU; None where no lease does.
@@ -121,10 +142,19 @@ class Clients:
         )
         return next((lease for lease in near if attribution.share_on(lease, client.daemon) is not None), None)
 
-    def may_belong_to(self, client: AttributedClient) -> tuple[Lease, ...]:
+    def may_belong_to(self, client: Client) -> tuple[Lease, ...]:
         """Return the leases that a client may belong to whose environment is unknown: its holder's, else its user's."""
-        own = (each for each in self._ledger.leases.values() if each.owner.uid == client.client.uid)
-        return client.may or tuple(each for each in own if attribution.share_on(each, client.client.daemon) is not None)
+        found = attribution.by_circles(client, self._circles(client.identity.pid), self._ledger.has_room)
+        return found.may or self._of_user(client)
+
+    def ancestors_without_a_lease(self, process: ProcessIdentity) -> list[int]:
+        """Return the pids of a process's ancestors of its uid below the nearest that a lease is bound to.
+
+        Each was started in the environment that the process had from it, unless one has changed that.
+        """
+        uid, ancestors = proc.real_uid(process.pid), itertools.islice(proc.ancestors(process.pid), 1, None)
+        below = itertools.takewhile(lambda each: not self._watch.leases_of(each), ancestors)
+        return [each.pid for each in itertools.takewhile(lambda each: proc.real_uid(each.pid) == uid, below)]
 
     def _named(self, client: Client) -> Lease | None:
         """Return the lease that the environment of a client names, of whatever user."""
@@ -137,7 +167,8 @@ class Clients:
         #    A holder with several leases leaves it open to which of them a client belongs that hides its environment.
         # 3. A lease whose processes share its control group comes next, if it is the only one of the user there.
         # 4. The token comes last, since a process sets its own environment. It also finds room where the nearest lease
-        #    has none.
+        #    has none. An unknown environment may have the token of a lease whose holder may have left
+        #    the client behind.
         attached = AttachedProcess(client.identity, client.gpu)
         own = next((each for each in self._leases_of(client.identity) if attached in each.attached), None)
         if own is not None:
@@ -149,6 +180,10 @@ class Clients:
         if found.lease is None:
             cgroup = proc.cgroup(client.identity.pid)
             found = attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon), has_room)
+            if found.lease is None and isinstance(client.environment, Unknown):
+                leases = self._of_user(client)
+                may = tuple(each for each in leases if any(possible_origins(each, client.identity, cgroup or "/")))
+                return found._replace(may=may), False
         if not found.counted:
             by_token = attribution.by_token(client, self._named(client), has_room)
             if by_token.counted or found.lease is None:
@@ -241,6 +276,11 @@ class Clients:
                 return violations.of_changed_relative(lease, share, identity, uid, outside=outside)
         return None
 
+    def _of_user(self, client: Client) -> tuple[Lease, ...]:
+        """Return the leases on a client's control daemon that its user owns."""
+        own = (each for each in self._ledger.leases.values() if each.owner.uid == client.uid)
+        return tuple(each for each in own if attribution.share_on(each, client.daemon) is not None)
+
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
         return self._granted(self._watch.leases_of(identity))
 
@@ -272,6 +312,14 @@ class Clients:
             lease = self._ledger.attach(lease.id, attached, bearers)
             self._ceilings.note(lease)
             self._group_commit.change(lease)
+
+
+def _key(client: AttributedClient) -> tuple[str, tuple[str, ...]]:
+    return client.client.gpu, tuple(each.id for each in client.may)
+
+
+def _age(process: ProcessIdentity) -> tuple[int, int]:
+    return process.start_ticks, process.pid
 
 
 def _no_room(lease: Lease) -> DoesNotFitError:

@@ -212,14 +212,31 @@ class NamedHolder(Struct, frozen=True):
     def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
         """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
         pid = watched.pid
-        container = (proc.cgroup(pid) or "/") if watched.is_contained() else ""
-        return cls(HoldingProcess(watched.identity, watched.started, uid, container), watched)
+        cgroup = proc.cgroup(pid) or "/"
+        container = cgroup if watched.is_contained() else ""
+        return cls(HoldingProcess(watched.identity, watched.started, uid, container, cgroup), watched)
 
     @classmethod
     def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":
         """Return a control group, and whether it has processes already. Raises OSError where that is unknown."""
         cpu_time = watched.cpu_time()  # read first: all later CPU time belongs to its processes
         return cls(HoldingGroup(watched.group, life, watched.is_populated(), cpu_time), watched)
+
+
+_ROUNDED: Final = 0.02
+"""Seconds by which a start may seem earlier than it was: a clock tick, and as much again."""
+
+
+def possible_origins(lease: Lease, process: ProcessIdentity, cgroup: str) -> Iterator[HoldingProcess]:
+    """Yield the holders of a lease that may have left a process behind, as far as its start and control group tell.
+
+    It was started after the request for the lease. No clock that has jumped since is compared.
+    """
+    for each in lease.holders:
+        if isinstance(each, HoldingProcess) and each.started is not None and each.cgroup in {cgroup, ""}:
+            requested = clock.since_boot(each.identity.start_ticks) + (lease.created - each.started).total_seconds()
+            if clock.since_boot(process.start_ticks) >= requested - _ROUNDED:
+                yield each
 
 
 class HolderWatch:

@@ -2,9 +2,9 @@
 
 `ray start`, `tmux -d` and every program that forks twice leave processes that belong to no family, and that may
 become clients of MPS minutes later. When the last process of a lease is gone, mpsd therefore looks for processes of its
-owner's real uid that were started with its token; the lease is tied to them, and ends with them. mpsd looks for them at
-no other time, and once for all leases of a user that need it at one moment. The reads are abandoned when they take too
-long, because a user may have thousands of processes, and may delay who reads them.
+owner's real uid that were started with its token, or that may have been; the lease is tied to them, and ends with them.
+mpsd looks for them at no other time, and once for all leases of a user that need it at one moment. The reads are
+abandoned when they take too long, because a user may have thousands of processes, and may delay who reads them.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Known, Lease, 
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.leases.holder_watch import HolderWatch
+from mpsd.daemon.leases.holder_watch import HolderWatch, possible_origins
 from mpsd.system.processes import foreign_files
-from mpsd.system.processes.foreign_files import Carriers
+from mpsd.system.processes.foreign_files import Carriers, Titled
 from mpsd.system.processes.foreign_reader import ForeignReader
 
 _MOST_WATCHED: Final = 8
@@ -78,7 +78,7 @@ class Keepers:
             return
         because = f"{holders.all_said(lease)}, has exited"
         if not held:
-            last = "process that carries its token" if gone in lease.bearers else "client"
+            last = "process that carries or may carry its token" if gone in lease.bearers else "client"
             have_ended = "have exited" if _are_processes(lease) else "have ended"
             because = f"{holders.all_said(lease)}, and its last {last}, pid {gone.pid}, {have_ended}"
         self.gone.send(lease, because)
@@ -161,8 +161,9 @@ class Keepers:
             if there is None or self._watch.keeps(there):
                 continue
             because = why + unseen
+            may = [each.process for each in found.titled if self._may_be_left_by(there, each)]
             try:
-                is_tied = self._tie(there, found.by_token.get(there.token, ()))
+                is_tied = self._tie(there, found.by_token.get(there.token, may))
             except OSError as error:
                 is_tied, because = False, why + _unseen(error.strerror)
             if not is_tied:
@@ -171,8 +172,21 @@ class Keepers:
                     because += f"; mpsd may not read whether process {found.unread} carries its token"
                 self.unborne.send(lease_id, because)
 
+    def _may_be_left_by(self, lease: Lease, titled: Titled) -> bool:
+        """Tell whether a process that shows no environment may have been left behind by a holder of a lease.
+
+        Its parent is older than that holder. It has no other lease, unless that is as uncertain, and its parent has
+        none, unless that is an init.
+        """
+        family = [titled.process] if titled.by_init else [titled.process, titled.parent]
+        leases = (self._ledger.leases.get(each) for one in family for each in self._watch.processes.leases_of(one))
+        if any(each is not None and titled.process not in each.bearers for each in leases):
+            return False
+        origins = possible_origins(lease, titled.process, titled.cgroup)
+        return any(titled.parent.start_ticks <= each.identity.start_ticks for each in origins)
+
     def _tie(self, lease: Lease, carriers: Sequence[ProcessIdentity]) -> bool:
-        """Tie a lease to the processes that carry its token, and tell whether any of them lives.
+        """Tie a lease to the processes that carry its token, or may carry it, and tell whether any of them lives.
 
         Raises OSError where none of them could be watched.
         """

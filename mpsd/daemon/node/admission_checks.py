@@ -10,6 +10,7 @@ from mpsd.core import gpus, holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.admission.ledger import Ledger
+from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, NotPermittedError, QuotaError
 from mpsd.core.events import EventName
 from mpsd.core.model import Claim, Known, Lease, LeaseRequest, Reading, Unknown
@@ -218,8 +219,7 @@ def _narrowed(
             raise NotPermittedError(
                 f"process {pid} cannot see {hidden[0]}, the pipe directory of its lease: its container has"
                 " another file system, and the process would run outside MPS, without limits",
-                hint=f"mount {hidden[0].parents[1]} into the container under the same path (-v, or a volume of"
-                " type hostPath)",
+                hint=violations.bind(str(hidden[0])),
                 limit="pipe_directory",
             )
     if host_environment.SHARED_MEMORY in hidden:

@@ -137,6 +137,7 @@ class Node:
             finally:
                 self._endings.close()
                 self.violation_monitor.environments.close()
+                self.violation_monitor.visibility.close()
 
     def _inspect_reading(self) -> None:
         """Process a reading of the GPUs."""

@@ -52,7 +52,7 @@ class UnleasedClients:
         *,
         read: bool,
     ) -> bool:
-        """Count the clients without a lease, or without room in their lease; tell whether the sums have changed.
+        """Count the clients that no lease has, or has room for; tell whether the sums have changed.
 
         `read` tells whether the GPUs were read since the last time.
         """
@@ -79,10 +79,10 @@ class UnleasedClients:
     ) -> Iterator[tuple[str, int | None, Amount]]:
         """Yield what each client without a lease counts as, with its GPU and its uid."""
         listed = set[ClientKey]()
-        for client, lease, counted, _ in attached:
+        for client, _, counted, _ in attached:
             key = client.daemon, client.identity
             listed.add(key)
-            if (lease is None or not counted) and proc.lives(client.identity):
+            if not counted and proc.lives(client.identity):
                 part = self._parts.get(key, NOTHING)
                 yield client.gpu, client.uid, room.unleased(client, usages.get(client.gpu), part)
         for daemon in daemons:

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
+from mpsd.core import gpus, holders
 from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
 from mpsd.core.enforcement.attribution import LEASE, AttributedClient, share_on
@@ -50,15 +51,16 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.daemon.violations.environments import Environments
+from mpsd.daemon.violations.mount_visibility import MountVisibility
 from mpsd.system import clock
 from mpsd.system.processes import proc
 from mpsd.system.processes.foreign_reader import ForeignReader
 
 # -- the facts about clients that nothing reports later, on disk -------------------------------------------------------
 
-# The next mpsd must know them: the limits that were open to each client, and the parts of the clients that their leases
-# left behind. The file is in the runtime directory, since no client outlives the boot. It is not synchronised to the
-# disk.
+# The next mpsd must know them: the limits that were open to each client, the environment of each, and the parts of the
+# clients that their leases left behind. The file is in the runtime directory, since no client outlives the boot. It is
+# not synchronised to the disk, and closed to others, since it has tokens.
 
 T = TypeVar("T")
 
@@ -74,6 +76,8 @@ class KnownClient:
     opened: Opened | None
     has_context: bool
     """Whether NVML has listed it, which proves that it has had a context."""
+    environment: Mapping[str, str] | None
+    """The variables that it was started with, which it may have overwritten since; None where they were never read."""
 
 
 class _Row(Struct, forbid_unknown_fields=True):
@@ -84,6 +88,7 @@ class _Row(Struct, forbid_unknown_fields=True):
     connecting: tuple[ReadBack, ReadBack] | None
     since: tuple[ReadBack, ReadBack] | None
     later: ReadBack | None
+    environment: Mapping[str, str] | None = None
 
 
 class _LeftBehind(Struct, forbid_unknown_fields=True):
@@ -151,17 +156,17 @@ def _row(key: ClientKey, known: KnownClient) -> _Row:
     daemon, identity = key
     opened = known.opened
     if opened is None:
-        return _Row(daemon, identity, known.server, known.has_context, None, None, None)
+        return _Row(daemon, identity, known.server, known.has_context, None, None, None, known.environment)
     connecting, since = opened.connecting, opened.since
     bounds = (connecting.least, connecting.most), (since.least, since.most)
-    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later)
+    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later, known.environment)
 
 
 def _known(row: _Row) -> KnownClient:
     opened = None
     if row.connecting is not None and row.since is not None:
         opened = Opened(Bounds(*row.connecting), Bounds(*row.since), row.later)
-    return KnownClient(row.server, opened, row.has_context)
+    return KnownClient(row.server, opened, row.has_context, row.environment)
 
 
 # -- the monitor -------------------------------------------------------------------------------------------------------
@@ -190,11 +195,12 @@ class ViolationMonitor:
         self._log = log
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
-        self.environments = Environments(reader)
+        self.environments = Environments(reader, self._clients.ancestors_without_a_lease)
         self._also_read: set[ProcessIdentity] = set()
         """The processes beside the listed clients whose environments the last inspection used."""
         self._others: dict[str, list[OtherDaemon]] = {}
         """By GPU, the control daemons that are not mpsd's, as far as the last inspection had to know them."""
+        self.visibility = MountVisibility(reader)
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs; each reading is a new object."""
@@ -204,6 +210,8 @@ class ViolationMonitor:
         Each attribution of a reading is a new object, too."""
         self._held_by_undecided: dict[tuple[str, tuple[str, ...]], dict[ProcessIdentity, GpuProcess]] = {}
         """By GPU and the leases that they may belong to, what clients held there whose lease cannot be known."""
+        self._too_large: set[tuple[str, tuple[str, ...]]] = set()
+        """Those of them that hold more together than these leases have left."""
         self._of_other_users: list[Violation] = []
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -274,7 +282,8 @@ class ViolationMonitor:
                         before, on_gpu = self._client_record.of(key, server.pid), self._on_gpu(found)
                         had_context = before is not None and before.has_context
                         has_context = had_context or (on_gpu is not None and on_gpu.mps)
-                        known[key] = KnownClient(server.pid, found.opened, has_context)
+                        environment = found.environment.value if isinstance(found.environment, Known) else None
+                        known[key] = KnownClient(server.pid, found.opened, has_context, environment)
         self._seen = seen
         self.environments.forget_all_but({identity for _, identity in seen} | self._also_read)
         self._also_read, self._others = set(), {}
@@ -292,7 +301,10 @@ class ViolationMonitor:
             environment, uid = self.environments.of(identity), proc.real_uid(identity.pid)
             if environment is None or uid is None:
                 return None
-            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
+            if isinstance(environment, Unknown) and before is not None and before.environment is not None:
+                environment = Known(before.environment)
+            inherited = self.environments.inherited(identity)
+            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid, inherited)
         return replace(known, opened=opened)
 
     def _note_faults(self, attached: Collection[AttributedClient]) -> None:
@@ -322,8 +334,13 @@ class ViolationMonitor:
 
     def attached(self) -> Iterator[AttributedClient]:
         """Yield the clients of all servers, each with its lease if it has one."""
-        for client in self._seen.values():
-            yield self._clients.lease_of(client)
+        for key, client in self._seen.items():
+            found = self._clients.lease_of(client)
+            # What its lease left behind, or holds more than all leases that it may have, has none of them.
+            is_left = found.may and key in self._client_record.left_behind
+            if is_left or (found.may and self._too_large and self._pool(client) in self._too_large):
+                found = found._replace(counted=False)
+            yield found
 
     def listed(self) -> dict[ProcessIdentity, set[str]]:
         """Return the UUIDs of the GPUs whose servers list each client."""
@@ -349,17 +366,28 @@ class ViolationMonitor:
             if (process := self._on_gpu(each)) is not None:
                 held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
-        unknown = [each for share in lease.shares for each in self._unknown(share, late)]
+        unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
-        return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
+        own = {each.identity for each in clients}
+        unknown += [each.because for each in self.doubts if each.lease == lease.id and each.process not in own]
+        return verification.verify(
+            lease, clients, held, self.violations, memory=memory, unknown=unknown, hidden=self.visibility.hidden
+        )
+
+    async def see(self, lease: Lease) -> bool:
+        """Read which processes of a lease do not see its pipe directory, of those that no server lists; tell of any."""
+        held = (each for share in lease.shares for each in self.held.get((lease.id, share.gpu), ()))
+        processes = {*holders.processes(lease), *lease.bearers, *held} - self.listed().keys()
+        await self.visibility.read(processes)
+        return not processes.isdisjoint(self.visibility.hidden)
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
         """Return what the last reading of its GPU says about a client."""
         usage = self.usages.get(client.gpu)
         return usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
 
-    def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
-        """Yield sentences about what is unknown of a share's GPU and its control daemon."""
+    def _unknown(self, share: Share, late: Collection[str], clients: Iterable[Client]) -> Iterator[str]:
+        """Yield sentences about what is unknown of a share's GPU, of these clients there, and of its control daemon."""
         daemon, usage = self._daemons.get(share.daemon), self.usages.get(share.gpu)
         if daemon is None:
             yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
@@ -370,6 +398,8 @@ class ViolationMonitor:
         if not isinstance(usage, Known):
             because = usage.reason if usage is not None else "it was not read yet"
             yield f"the processes on the GPU of {share.daemon} are unknown: {because}"
+        elif usage.value.memory_used is None and any(each.gpu == share.gpu for each in clients):
+            yield gpus.unmeasured(f"the GPU of {share.daemon}")
 
     def _attribute_memory(self, attached: Iterable[AttributedClient]) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
@@ -399,8 +429,7 @@ class ViolationMonitor:
                     continue  # it counts as a client without a lease, and so does its memory
                 if client is not None and client.lease is None and isinstance(client.client.environment, Unknown):
                     if not self.environments.is_unread(identity):
-                        may = tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
-                        undecided.setdefault((gpu, may), {})[identity] = each
+                        undecided.setdefault(self._pool(client.client), {})[identity] = each
                     continue
                 lease = client.lease if client is not None else None
                 if lease is None and identity not in holders:
@@ -410,14 +439,17 @@ class ViolationMonitor:
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
         self.held, self._held_by_undecided, self._of_other_users = now_held, undecided, [*of_others.values()]
+        self.visibility.look({each for held in now_held.values() for each, on in held.items() if not on.mps})
 
     def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:
-        for client, lease, counted, _ in attached:
+        for client, lease, counted, may in attached:
             share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
                 if because := violations.unknown(client, lease, share, memory=has_mem_limit):
                     yield Doubt(client.identity, lease.id, client.daemon, because)
+            for each in may if counted else ():
+                yield Doubt(client.identity, each.id, client.daemon, violations.undecided(client, may))
 
     def _find(self, attached: Iterable[AttributedClient]) -> Iterator[Violation]:
         settings = self._settings.current
@@ -442,11 +474,7 @@ class ViolationMonitor:
                 says = any(server.pid == client.server and server.status == FAULT for server in daemon.servers)
                 yield violations.of_lingering(each, seconds, proven=says)
         yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
-        for (gpu, may), held in self._held_by_undecided.items():
-            leases = [each for each in map(self._find_lease, may) if each is not None]
-            left = sum(max(_of(each, gpu) - self._attributed(each, gpu), 0) for each in leases)
-            daemon_name = next((each.name for each in self._daemons.values() if each.gpu == gpu), "")
-            yield from violations.of_undecided_memory(held, leases, left, daemon_name, servers)
+        yield from self._find_undecided(servers)
         for (lease_id, gpu), held in self.held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
@@ -459,7 +487,22 @@ class ViolationMonitor:
             elsewhere = {each.process: each for each in self._of_other_daemons(lease, share, unlisted)}
             yield from elsewhere.values()
             outside = [each for each, on in unlisted.items() if not on.mps and each not in elsewhere]
-            yield from violations.of_outside(lease, share, outside)
+            yield from violations.of_outside(lease, share, outside, self.visibility.hidden)
+
+    def _find_undecided(self, servers: Mapping[ProcessIdentity, int]) -> Iterator[Violation]:
+        """Judge the memory that clients hold together whose leases cannot be known."""
+        self._too_large.clear()
+        for (gpu, may), held in self._held_by_undecided.items():
+            leases = [each for each in map(self._find_lease, may) if each is not None]
+            left = sum(max(_of(each, gpu) - self._attributed(each, gpu), 0) for each in leases)
+            daemon_name = next((each.name for each in self._daemons.values() if each.gpu == gpu), "")
+            for found in violations.of_undecided_memory(held, leases, left, daemon_name, servers):
+                self._too_large.add((gpu, may))
+                yield found
+
+    def _pool(self, client: Client) -> tuple[str, tuple[str, ...]]:
+        """Return the GPU of a client whose lease cannot be known, and the leases that it may belong to."""
+        return client.gpu, tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
 
     def _of_other_daemons(
         self, lease: Lease, share: Share, unlisted: Mapping[ProcessIdentity, GpuProcess]
@@ -476,16 +519,24 @@ class ViolationMonitor:
             each.is_known and each.lists_clients and not each.orphan and 0 not in each.clients for each in mine.servers
         )
         for identity, on in unlisted.items():
-            other = next((each for each in others if identity.pid in each.servers), None)
-            if other is not None:
-                yield violations.of_other_daemon(lease, share, identity, other)
-            elif on.mps and names_all and (variables := self._variables_of(identity)) is not None:
-                directory = variables.get(violations.PIPE_DIRECTORY, USUAL[0])
-                is_mpsds = control_daemons.is_mpsds(directory, self._settings.current.paths.runtime_dir)
-                there = [each for each in others if each.directory == directory] or (others if is_mpsds else [])
-                if not is_mpsds or there:
-                    other = there[0] if len(there) == 1 else None
-                    yield violations.of_other_daemon(lease, share, identity, other, "" if is_mpsds else directory)
+            its = [each for each in others if identity.pid in each.servers]
+            if its:
+                yield violations.of_other_daemon(lease, share, identity, its)
+            elif on.mps and names_all and (directory := self._other_directory(identity)) is not None:
+                there = [each for each in others if directory in {"", each.directory}]
+                if directory or there:
+                    yield violations.of_other_daemon(lease, share, identity, there, directory)
+
+    def _other_directory(self, identity: ProcessIdentity) -> str | None:
+        """Return the pipe directory that a process was started with; empty if it is mpsd's, or cannot be known.
+
+        None while it is being read.
+        """
+        variables = self._variables_of(identity)
+        if self.environments.is_unread(identity):
+            return None
+        directory = variables.get(violations.PIPE_DIRECTORY, USUAL[0]) if variables is not None else ""
+        return "" if control_daemons.is_mpsds(directory, self._settings.current.paths.runtime_dir) else directory
 
     def _variables_of(self, identity: ProcessIdentity) -> Mapping[str, str] | None:
         """Return the variables that a process was started with, once they are known; they are read once."""

@@ -98,7 +98,7 @@ def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> str | None:
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 
-_WANTED: Final = ["CUDA_", "XLA_", "TF_"]
+_WANTED: Final = ["CUDA_", "XLA_", "TF_", "JAX_"]
 
 
 Program: TypeAlias = tuple[tuple[str, ...], Environment, list[str]]

@@ -47,6 +47,8 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
             node = Known(await _node(there))
         except GpuError as error:
             node, remedy = Unknown(error.detail), error.hint
+            if there is None and (root := settings.daemon.driver_root) is not None:
+                remedy = f"correct daemon.driver_root, which is {root} and has no complete driver: mpsd check"
     if there is not None:
         many_users = await control_flags.knows_many_users(ControlProgram((str(there.control),), there.directories))
     return GpusSeen(

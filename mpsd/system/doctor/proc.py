@@ -3,14 +3,14 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from mpsd.core import frameworks
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
 from mpsd.core.doctor.parts import DAEMON, UNREAD
-from mpsd.core.doctor.processes import LIBRARIES
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.control_daemons import COMM
 from mpsd.core.sanitize import text
@@ -123,6 +123,7 @@ def _seen(found: Claims) -> ProcessSeen | None:
         variables=known_of(Known(found.variables)) or Known({}),  # it has ended, and uses nothing
         shared_memory=Known(os.makedev(*numbers)) if numbers else Unknown(found.unseen),
         apart=found.apart,
+        group=proc.cgroup(found.pid),
     )
 
 
@@ -130,15 +131,29 @@ def _seen(found: Claims) -> ProcessSeen | None:
 
 
 async def look(shares: Sequence[tuple[int, str, str, int]], reader: ForeignReader) -> tuple[ClientSeen, ...]:
-    """Inspect the processes of leases, each with its lease, its GPU and the memory granted there, without those gone.
+    """Inspect the processes of leases, each with its lease, its GPU and its memory there, without those gone.
 
     The processes of each owner are read at once, so that an owner of many makes doctor wait as long as one of few.
     """
-    found = dict[int, Program]()
-    for theirs, answer in await reader.ask_each({pid for pid, *_ in shares}, claims.programs, [*LIBRARIES]):
-        found |= answer.value if isinstance(answer, Known) else dict.fromkeys(theirs, ((), answer.reason, []))
+    found = await _programs({pid for pid, *_ in shares}, reader)
+    titled = [pid for pid, (arguments, *_) in found.items() if frameworks.hides_arguments(arguments)]
+    lines = {pid: [each.pid for each in proc.ancestors(pid)][1:] for pid in titled}
+    started = await _programs({each for line in lines.values() for each in line}, reader)
     return tuple(
-        ClientSeen(*share, found[pid][0], variables, frozenset(found[pid][2]))
+        ClientSeen(
+            *share,
+            found[pid][0],
+            variables,
+            frozenset(found[pid][2]),
+            tuple(started[each][0] for each in lines.get(pid, ()) if each in started),
+        )
         for share in shares
         if (pid := share[0]) in found and (variables := known_of(Known(found[pid][1]))) is not None
     )
+
+
+async def _programs(pids: Iterable[int], reader: ForeignReader) -> dict[int, Program]:
+    found = dict[int, Program]()
+    for theirs, answer in await reader.ask_each(pids, claims.programs, [*frameworks.LIBRARIES]):
+        found |= answer.value if isinstance(answer, Known) else dict.fromkeys(theirs, ((), answer.reason, []))
+    return found

@@ -25,8 +25,11 @@ _LIBRARIES: Final = (
     "lib64",
     "lib/x86_64-linux-gnu",
     "lib/aarch64-linux-gnu",
+    "usr/lib",
+    "lib",
 )
-"""Where a root has the libraries, which depends on the distribution."""
+"""Where a root has the libraries, which depends on the distribution; Talos and NixOS have them in the last two, where
+others may have those of 32 bits."""
 
 _OF_THE_DRIVER: Final = ("libcuda.so*", "libnvidia-*.so*")
 _SERVER: Final = "nvidia-cuda-mps-server"
@@ -72,13 +75,12 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
         found = shutil.which(control)
         if found is not None:
             program = Path(found).absolute()
-            libraries = _libraries(root) if root is not None else _unambiguous(here)
-            return Driver(program, _server(program, root), libraries)
+            return Driver(program, _server(program, root), _of_root(root) if root is not None else _unambiguous(here))
     if os.sep not in control:
         for each in roots if root is None else (root,):
             there = _program(each, control)
             if there is not None:
-                return Driver(there, _server(there, each), _libraries(each))
+                return Driver(there, _server(there, each), _of_root(each))
     if os.sep in control:
         raise ConfigurationError(
             f"there is no executable control program {control!r}",
@@ -104,16 +106,36 @@ def _libraries(root: Path) -> Path | None:
     return next((root / place for place in _LIBRARIES if (root / place / _NVML).exists()), None)
 
 
+def _of_root(root: Path) -> Path | None:
+    """Return the directory of the libraries of a separate root; None where only the loader finds them.
+
+    Raises ConfigurationError where neither does.
+    """
+    found = _libraries(root)
+    if found is None and not _is_loadable():
+        raise ConfigurationError(
+            f"the driver in {root} has no {_NVML}: it is not in {', '.join(_LIBRARIES)} of that directory",
+            hint="name the directory that has one of these, with the driver's libraries in it: daemon.driver_root",
+            limit="daemon.driver_root",
+        )
+    return found
+
+
 def _unambiguous(here: Path) -> Path | None:
     """Return the directory of this system's libraries where the loader does not find them there.
 
     CDI puts them where the host has them, and the host may be another distribution.
     """
+    return None if _is_loadable() else _libraries(here)
+
+
+def _is_loadable() -> bool:
+    """Tell whether the loader finds the driver's libraries by itself."""
     try:
         ctypes.CDLL(_NVML)
     except OSError:
-        return _libraries(here)
-    return None
+        return False
+    return True
 
 
 def _server(control: Path, root: Path | None) -> Path | None:

@@ -7,13 +7,14 @@ every reading is unknown at once; when the call returns, the readings work again
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from mpsd.core import compute_mode
+from mpsd.core import compute_mode, gpus
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, ExhaustedError, GpuUnknownError, NoDriverError
 from mpsd.core.gpus import Condition
@@ -276,7 +277,8 @@ class _Nvml:
         """Read the constant properties of a GPU."""
         handle = self.lib.nvmlDeviceGetHandleByIndex(index)
         major, minor = self.lib.nvmlDeviceGetCudaComputeCapability(handle)
-        total, reserved, _ = self._memory(handle)
+        memory = self._memory(handle)
+        total, reserved, *_ = memory or gpus.of_host(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return Gpu(
             index=index,
             uuid=str(self.lib.nvmlDeviceGetUUID(handle)),
@@ -286,13 +288,25 @@ class _Nvml:
             mig=self._mig(handle),
             driver_version=driver_version,
             memory_reserved=reserved,
+            integrated=memory is None,
         )
 
     def usage(self, uuid: str) -> GpuUsage:
         handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
-        _, _, used = self._memory(handle)
-        processes = nvml_readings.processes(self.lib, handle)
-        return GpuUsage(used, processes, self._compute_mode(handle), nvml_readings.recovery(self.lib, handle))
+        memory, listed = self._memory(handle), True
+        try:
+            processes = nvml_readings.processes(self.lib, handle, integrated=memory is None)
+        except self.lib.NVMLError_NotSupported:
+            if memory is not None:
+                raise
+            processes, listed = {}, False
+        return GpuUsage(
+            memory_used=None if memory is None else memory[2],
+            processes=processes,
+            listed=listed,
+            compute_mode=self._compute_mode(handle),
+            recovery=nvml_readings.recovery(self.lib, handle),
+        )
 
     def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> ComputeMode | None:
         """Set a GPU's compute mode. Raises ComputeModeError when the driver refuses."""
@@ -325,17 +339,23 @@ class _Nvml:
             return False  # This GPU, or this driver (MIG came with 450), has no such mode.
         return bool(current == self.lib.NVML_DEVICE_MIG_ENABLE)
 
-    def _memory(self, handle: object) -> tuple[int, int, int]:
-        """Return total, reserved and used memory in bytes, as nvidia-smi shows them.
+    def _memory(self, handle: object) -> tuple[int, int, int] | None:
+        """Return total, reserved and used memory in bytes, as nvidia-smi shows them; None for an integrated GPU.
+
+        Such a GPU has no memory of its own, and NVML answers NOT_SUPPORTED: reported of a GB10
+        (github.com/kubernetes-sigs/dra-driver-nvidia-gpu/issues/1073), and not measured by mpsd's authors.
 
         Version 1 counts the driver's own reserve as used memory, version 2 does not: 912 MB and 8 MB on the same A100
         (github.com/Cldfire/nvml-wrapper/issues/57). Drivers before 510 have only version 1, and report no reserve.
         """
         try:
-            memory = self.lib.nvmlDeviceGetMemoryInfo(handle, version=self.lib.nvmlMemory_v2)
-        except self.lib.NVMLError_FunctionNotFound:
-            memory = self.lib.nvmlDeviceGetMemoryInfo(handle)
-            return int(memory.total), 0, int(memory.used)
+            try:
+                memory = self.lib.nvmlDeviceGetMemoryInfo(handle, version=self.lib.nvmlMemory_v2)
+            except self.lib.NVMLError_FunctionNotFound:
+                memory = self.lib.nvmlDeviceGetMemoryInfo(handle)
+                return int(memory.total), 0, int(memory.used)
+        except self.lib.NVMLError_NotSupported:
+            return None
         return int(memory.total), int(memory.reserved), int(memory.used)
 
 

@@ -5,7 +5,6 @@ from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
 from mpsd.core.model import GpuProcess, Known, Unknown
-from mpsd.system import clock
 
 T = TypeVar("T")
 
@@ -39,17 +38,17 @@ def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml h
     return int(value.value.uiVal) if value.nvmlReturn == lib.NVML_SUCCESS else None
 
 
-def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types
+def processes(lib: Any, handle: object, *, integrated: bool) -> dict[int, GpuProcess]:  # noqa: ANN401
     """Return the processes on a GPU by pid; a process that is listed twice counts once, with the larger figure.
 
     A process whose memory the driver does not report is included: without it, the process would seem to hold nothing.
+    So is each one on an integrated GPU, where nobody has measured what the reported memory means.
 
     Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers. In 535.43 to
     535.86 the struct is larger, and pynvml reads garbage; version 3 is missing in 535.98 and, being newer, before 510
     (github.com/XuehaiPan/nvitop/pull/89).
     """
     held: dict[int, GpuProcess] = {}
-    activity = _sm_activity(lib, handle)
     for kind in ("Compute", "MPSCompute"):
         name = f"nvmlDeviceGet{kind}RunningProcesses"
         try:
@@ -61,35 +60,11 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
             silent = Unknown(f"NVML does not report how much memory process {pid} holds")
             before = held.get(pid, GpuProcess(silent))
             memory = before.memory
-            if process.usedGpuMemory is not None:
+            if process.usedGpuMemory is not None and not integrated:
                 known = memory.value if isinstance(memory, Known) else 0
                 memory = Known(max(known, int(process.usedGpuMemory)))
-            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute", activity.get(pid))
+            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute")
     return held
-
-
-_RECENT: Final = 10
-"""Seconds for which a sample of a process's activity is reported; mpsd reads the GPUs as often."""
-
-_WHOLE: Final = 100
-"""Percent. Some drivers report a larger value for an unknown one (github.com/NVIDIA/DCGM/issues/83)."""
-
-
-def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
-    """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
-
-    NVML takes samples, in driver-dependent intervals of up to a second, but none of a process that used nothing. It
-    answers NOT_FOUND where it has no sample at all, and lacks this function under MIG. The timestamps are times of day,
-    in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether NVML reports clients of MPS depends on the
-    driver.
-    """
-    since = (clock.second() - _RECENT) * 1_000_000
-    try:
-        samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
-    except lib.NVMLError:
-        return {}  # The value is only displayed, so a reading without it is complete.
-    latest = sorted(samples, key=lambda each: int(each.timeStamp))
-    return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
 
 
 def _ask(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types

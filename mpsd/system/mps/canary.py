@@ -5,8 +5,8 @@ initialises CUDA, makes a context on the first GPU that it sees, and prints the 
 name and number of the error and the call that failed, and `mps`, whether CUDA says that its contexts are of MPS (null
 if it does not say). It stays until its stdin ends, so that its parent can ask the control daemon whether it is a
 client. The parent must set a deadline: in a wedge the canary prints nothing more. It launches no kernel, so it may be
-killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS after it began, or after its
-result: the next mpsd would take it for a client.
+killed at any time. It ends with its parent, and in any case SECONDS after it began, or after its result: the next mpsd
+would take it for a client.
 
 It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
 NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.

@@ -86,7 +86,7 @@ def environment(pid: int, wanted: list[str], most: int = _MOST_KEPT) -> Environm
     have together.
 
     /proc/PID/environ does not show later changes by setenv(3), but shows what the process writes over that area, as a
-    program does that sets its title. So an area without a variable is unknown, and not an environment without
+    program does that sets its title. So an area that may have a title alone is unknown, and not an environment without
     variables. An area without bytes is as unknown. A process has one if it was started without variables, while it
     executes a program, and once its first thread has ended (measured on Linux 6.18); it can also move its area.
     Sources: proc(5), PR_SET_MM in prctl(2).
@@ -107,8 +107,8 @@ def environment(pid: int, wanted: list[str], most: int = _MOST_KEPT) -> Environm
     found = variables_in(raw)
     if not found:
         return (
-            f"/proc/{pid}/environ cannot be read: it has no variable, because the process has overwritten it, as"
-            " programs do that set their title (SPT_NOENV=1 keeps setproctitle from it), or was started without any"
+            f"/proc/{pid}/environ cannot be read: it shows no variables, because the process has overwritten them, as"
+            " programs do that set their title (SPT_NOENV=1 keeps setproctitle from it), or was started with only one"
         )
     prefixes = tuple(each for each in wanted if each.endswith("_"))
     kept = {name: value for name, value in found.items() if name in wanted or name.startswith(prefixes)}
@@ -117,18 +117,28 @@ def environment(pid: int, wanted: list[str], most: int = _MOST_KEPT) -> Environm
     return kept
 
 
+def first_environment(pids: list[int], wanted: list[str]) -> dict[str, str]:
+    """Return the environment of the first of these processes that shows one, as `environment` does; else an empty one.
+
+    Raises OSError.
+    """
+    found = (environment(pid, wanted) for pid in pids)
+    return next((each for each in found if isinstance(each, dict)), {})
+
+
 def variables_in(raw: bytes) -> dict[str, str]:
     """Return the variables in an environment; empty where it has no name of a variable.
 
-    A title fills the area with NULs, or reaches into it if it is long: what stands alone before NULs is the end of one.
+    A title fills the area with NULs, or reaches into it if it is long: what stands there alone may be the end of one.
     """
-    entries = [each for each in raw.split(b"\0") if each]
-    is_end_of_title = len(entries) == 1 and raw.startswith(entries[0]) and raw.endswith(b"\0\0")
-    if is_end_of_title or not any(map(_VARIABLE.match, entries)):
-        return {}
     # Of a name that occurs twice, getenv(3) returns the first.
-    pairs = (text(each).partition("=") for each in reversed(entries))
+    pairs = (text(each).partition("=") for each in reversed(_entries(raw)))
     return {name: value for name, _, value in pairs}
+
+
+def _entries(raw: bytes) -> list[bytes]:
+    entries = [each for each in raw.split(b"\0") if each]
+    return entries if len(entries) > 1 and any(map(_VARIABLE.match, entries)) else []
 
 
 def arguments(pid: int) -> tuple[str, ...]:
@@ -232,11 +242,24 @@ def started_with(pids: list[int], variable: str, value: str) -> list[tuple[Proce
     return found
 
 
+class Titled(Struct, frozen=True):
+    """A process that has overwritten its environment, and that another one than its parent seems to have started."""
+
+    process: ProcessIdentity
+    parent: ProcessIdentity
+    by_init: bool
+    """Whether its parent is the init of a pid namespace, which becomes that of all processes without one."""
+    cgroup: str
+    """The path of its control group: `/` for the root group."""
+
+
 class Carriers(Struct):
     """The processes of a user that carry tokens."""
 
     by_token: dict[str, list[ProcessIdentity]] = {}
     """The oldest first."""
+    titled: list[Titled] = []
+    """Those that may carry any token; the oldest first."""
     unread: int | None = None
     """The last process of the user that mpsd may not read; it counts as one without a token."""
 
@@ -245,8 +268,8 @@ def carriers(uid: int, variable: str, tokens: list[str]) -> Carriers:
     """Return the processes of a real uid that were started with a variable of one of these values.
 
     The value must stand near the beginning of the environment, since an environment can have megabytes and a user
-    thousands of processes. A process that has overwritten its environment has no value: otherwise each session of sshd
-    would count.
+    thousands of processes. A process that has overwritten its environment may have any value, if its parent
+    did not start it. Others that overwrite theirs are on every machine, such as each session of sshd.
 
     Processes that start during the search are included, for a few passes, as are those that have no environment at
     first, because they are executing a program. Raises OSError when no descriptor is free.
@@ -270,12 +293,30 @@ def carriers(uid: int, variable: str, tokens: list[str]) -> Carriers:
                 found.by_token.setdefault(value, []).append(identity)
             elif not raw:
                 unclear.add(pid)
+            elif not _entries(raw) and (titled := _titled(pid, uid)) is not None:
+                found.titled.append(titled)
         seen.update(fresh)
         seen -= unclear
         rounds += 1
     for identities in found.by_token.values():
         identities.sort(key=lambda each: (each.start_ticks, each.pid))
+    found.titled.sort(key=lambda each: (each.process.start_ticks, each.process.pid))
     return found
+
+
+def _titled(pid: int, uid: int) -> Titled | None:
+    """Return a process of a user that its parent does not seem to have started; None for any other.
+
+    The parent is the init of a pid namespace, or is in another session; then the process may also have begun its own.
+    """
+    stat, identity = proc.stat_of(pid), _of_user(pid, uid)
+    parent = proc.stat_of(stat.parent) if stat is not None else None
+    if stat is None or identity is None or parent is None:
+        return None
+    by_init = proc.status(stat.parent, "NSpid")[-1:] == ["1"]
+    if stat.session == parent.session and not by_init:
+        return None
+    return Titled(identity, ProcessIdentity(stat.parent, parent.start_ticks), by_init, proc.cgroup(pid) or "/")
 
 
 def _beginning(pid: int) -> bytes | None:
@@ -327,6 +368,21 @@ def elsewhere(pid: int, paths: list[Path]) -> list[Path]:
         return []
     own = namespaces.own_mounts()
     return [each for each in paths if namespaces.place(own, each) != namespaces.place(theirs, each)]
+
+
+def blind(pids: list[int], variable: str) -> dict[int, str]:
+    """Return the directory in a variable of each of these processes whose path leads the process elsewhere than mpsd.
+
+    So it is in a container that was started with the variable, and without the directory. A process is left out where
+    that is unknown.
+    """
+    found = {}
+    for pid in pids:
+        variables = environment(pid, [variable])
+        value = variables.get(variable) if isinstance(variables, dict) else None
+        if value and elsewhere(pid, [Path(value)]):
+            found[pid] = value
+    return found
 
 
 def mounts(pid: int) -> tuple[namespaces.Mount, ...] | None:

@@ -16,6 +16,7 @@ from mpsd.core.doctor.finding import (
     LoggedVersions,
     Means,
     Observed,
+    ProcessSeen,
     SharedMemoryPlace,
     SocketSeen,
     Space,
@@ -61,6 +62,11 @@ LOST: Final[Any] = {
 SILENT: Final = Unknown("there is no answer")
 MANY: Final = '[daemon]\nusers = "many"\n'
 VLLM: Final = ("python", "/opt/bin/vllm", "serve", "some-model")
+SGLANG: Final = ("python3.12", "-u", "-m", "sglang.launch_server", "--model-path", "some-model")
+ENGINE: Final = ("VLLM::EngineCore", "", "")
+SCHEDULER: Final = ("sglang::scheduler_TP0", "")
+OVERWRITTEN: Final = Unknown("/proc/500/environ cannot be read: it has no variable")
+SHELL: Final = ("bash", "-l")
 SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
 AVC: Final = 'audit: type=1400 avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" path="/run/mpsd/mps/gpu0"'
@@ -78,6 +84,11 @@ def numbered(value: str) -> Known[dict[str, str]]:
 def jax(variables: dict[str, str]) -> ClientSeen:
     """Return a process that runs JAX with these variables."""
     return client(frameworks=frozenset({"jaxlib"}), variables=Known(variables))
+
+
+def titled(*arguments: tuple[str, ...]) -> ClientSeen:
+    """Return a process that has written a title over its arguments and its environment, with its ancestors."""
+    return client(arguments=arguments[0], ancestors=arguments[1:], variables=OVERWRITTEN)
 
 
 def shm(**otherwise: Any) -> Observed:
@@ -186,8 +197,13 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("architecture", alone(gpu(mig=True)), "warn", "MIG mode is on"),
     ("architecture", alone(gpu(compute_capability=(3, 0))), "warn", "MPS needs 3.5"),
     ("architecture", gpu(compute_capability=(6, 1)), "fail", "older than Volta"),
-    ("architecture", gpu(name="NVIDIA GB10"), "warn", "shares its memory with the node: NVML reports no memory"),
-    ("architecture", gpu(name="Orin (nvgpu)"), "warn", "no compute mode, and its MPS no terminate_client"),
+    ("architecture", gpu(name="NVIDIA GB10", integrated=True), "warn", "NVIDIA GB10 shares the memory of its host"),
+    (
+        "architecture",
+        gpu(integrated=True, usage=replace(USAGE, compute_mode=None)),
+        "warn",
+        "no compute mode, and the MPS of a Tegra has no terminate_client",
+    ),
     ("compute-mode", in_mode(ComputeMode.PROHIBITED), "fail", "prohibited"),
     ("compute-mode", in_mode(ComputeMode.EXCLUSIVE_THREAD), "warn", "no longer"),
     ("compute-mode", in_mode(ComputeMode.EXCLUSIVE_PROCESS), "warn", "was not set by mpsd"),
@@ -266,10 +282,37 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
         "runs vLLM, which takes 90% of the GPU's total memory",
     ),
     ("framework-memory", clients(client(frameworks=frozenset({"jaxlib"}))), "warn", "runs JAX, which takes 75%"),
+    (
+        "framework-memory",
+        clients(titled(ENGINE, (*VLLM, "--gpu-memory-utilization", "0.9"), SHELL)),
+        "warn",
+        "takes 90% of the GPU's total memory at once by --gpu-memory-utilization (126GiB)",
+    ),
+    ("framework-memory", clients(titled(ENGINE, ("python", "serve.py"))), "unknown", "since it has set a title"),
+    ("framework-memory", clients(titled(SCHEDULER, SGLANG)), "warn", "computes from the 140GiB of the GPU"),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--config", "x.yaml"))), "unknown", "file of its --config"),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--gpu-mem=a"))), "unknown", "cannot be read: 'a'"),
+    ("framework-memory", clients(jax({"XLA_CLIENT_MEM_FRACTION": ".5"})), "warn", "50% of the GPU's total memory"),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})), "warn", "takes 75%"),
+    (
+        "framework-memory",
+        clients(client(frameworks=frozenset({"jaxlib"}), variables=OVERWRITTEN)),
+        "unknown",
+        OVERWRITTEN.reason,
+    ),
+    ("framework-memory", clients(client(variables=OVERWRITTEN)), "unknown", OVERWRITTEN.reason),
+    (
+        "framework-memory",
+        replace(clients(client(arguments=VLLM)), gpus=gpus(node=Unknown("no NVML")).gpus),
+        "unknown",
+        "by the total memory of its GPU, and that is unknown",
+    ),
+    ("framework-memory", clients(replace(jax({}), gpu="GPU-other")), "unknown", "that is unknown"),
     ("persistence", gpu(condition=Condition(persistence=False)), "warn", "persistence mode is off"),
     ("ecc", gpu(condition=Condition(uncorrected=3)), "fail", "3 uncorrected ECC errors"),
     ("ecc", gpu(condition=Condition(remapping_failed=True)), "fail", "no spare row is left"),
     ("ecc", gpu(condition=Condition(retirement_pending=True)), "fail", "need a reset"),
+    ("outside", gpu(usage=replace(USAGE, listed=False)), "unknown", "NVML does not list"),
     ("outside", gpu(usage=used(7, 300, mps=False)), "warn", "pid 7 uses it outside MPS"),
     ("outside", gpu(usage=used(7, mps=False, mode=ComputeMode.EXCLUSIVE_PROCESS)), "fail", "no server can start"),
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}), "warn", "is the default directory"),
@@ -303,6 +346,15 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("many-users", settings(MANY, gpus(many_users=Known(value=True)))),
     ("gpu-numbers", clients(client(variables=Known({})))),
     ("framework-memory", clients(client(arguments=(*VLLM, "--gpu-memory-utilization=0.05")))),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--gpu_memory_utilization", "0.05")))),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--kv-cache-memory-bytes", "4G")))),
+    ("framework-memory", clients(titled(ENGINE, ENGINE, (*VLLM, "--gpu-memory-utilization=0.05"), SHELL))),
+    ("framework-memory", clients(titled(SCHEDULER, (*SGLANG, "--mem-fraction-static", "0.9")))),
+    ("framework-memory", clients(client(arguments=("tail", "-f", "vllm.log")))),
+    ("framework-memory", clients(client(arguments=("python", "sglang.py")))),
+    ("framework-memory", clients(client(frameworks=frozenset({"tensorflow"})))),
+    ("framework-memory", clients(jax({"XLA_CLIENT_MEM_FRACTION": ".05"}))),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}))),
     ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"}))),
     ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))),
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": f"{DIRECTORY}/"})),
@@ -355,6 +407,31 @@ def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: st
 def test_what_is_fine(check: str, observed: Observed) -> None:
     """A case that only looks like a fault is not reported."""
     assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
+
+
+@pytest.mark.parametrize(
+    ("group", "first"),
+    [
+        ("/system.slice/mps.service", "systemctl disable --now mps.service"),
+        ("/system.slice/mps@0.service/sshd.service", "systemctl disable --now mps@0.service"),
+        ("/user.slice/user-7.slice/user@7.service/app.slice/mps.service", "systemctl --user disable --now mps.service"),
+        ("/user.slice/user-7.slice/session-3.scope", None),
+        (f"/system.slice/docker-{'0' * 64}.scope", None),
+        (f"/system.slice/containerd.service/{'0' * 64}", None),
+        ("/system.slice/mpsd.service", None),
+        ("", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("check", "daemon"), [("foreign-daemon", FOREIGN), ("default-directory", DEFAULT), ("other-daemon", OTHER)]
+)
+def test_daemon_of_a_unit(check: str, daemon: ProcessSeen, group: str, first: str | None) -> None:
+    """The remedy names the unit that would start the daemon again, and never one whose name its user chose."""
+    (found,) = look(check, processes(replace(daemon, group=group)))
+    by_hand = "echo quit | CUDA_MPS_PIPE_DIRECTORY="
+    before, _, _ = (found.remedy or "").partition(by_hand)
+    unit = "" if first is None else f"if {first.split()[-1]} started it, which starts it again: {first}; otherwise: "
+    assert before == f"when its clients have exited: {unit}"
 
 
 def test_what_cannot_be_seen_is_never_well() -> None:

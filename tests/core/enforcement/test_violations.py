@@ -197,6 +197,26 @@ def test_by_its_environment() -> None:
         assert found.lease is expected
 
 
+def test_by_an_ancestor() -> None:
+    """Where its own environment is unknown, an ancestor's token tells which of its holder's leases a client has."""
+    old, new = (structs.replace(lease(at), token=token) for at, token in ((25, "old"), (50, "new")))
+    hidden = replace(client(HOLDER), environment=HIDDEN)
+    found = attribution.by_circles(hidden, [[new, old]], has_room)
+    assert (found.lease, found.counted, found.may) == (None, False, (old, new))
+    for shown, expected in (({attribution.TOKEN: "new"}, new), ({attribution.TOKEN: "old"}, old)):
+        found = attribution.by_circles(replace(hidden, inherited=shown), [[new, old]], has_room)
+        assert (found.lease, found.counted, found.may) == (expected, True, ())
+    for shown in ({attribution.TOKEN: "another"}, {attribution.TOKEN: ""}):
+        assert attribution.by_circles(replace(hidden, inherited=shown), [[new, old]], has_room).may == (old, new)
+
+
+def test_undecided() -> None:
+    """A client that may have one of several leases is no violation, as long as they have a place for it."""
+    may, hidden = (lease(25), lease(50)), replace(client(HOLDER), environment=HIDDEN)
+    assert kinds(AttributedClient(hidden, None, counted=True, may=may)) == []
+    assert kinds(AttributedClient(hidden, None, counted=False, may=may)) == [ViolationKind.NO_LEASE]
+
+
 @pytest.mark.parametrize(
     ("cgroup", "telling"),
     [
@@ -378,7 +398,7 @@ def test_verify() -> None:
 
     short = verify(granted, [client(of=granted, ceiling=CLOSED)], held, (), memory=True)
     assert (short.verdict, short.processes[0].in_force) == (Verdict.VIOLATION, CLOSED)
-    elsewhere = replace(of_outside(granted, granted.shares[0], [OTHER]).__next__(), kind=ViolationKind.USER)
+    elsewhere = replace(of_outside(granted, granted.shares[0], [OTHER], {}).__next__(), kind=ViolationKind.USER)
     seen = verify(granted, [client(of=granted)], held, [elsewhere], memory=True)
     assert [(each.pid, each.verdict) for each in seen.processes] == [
         (HOLDER.pid, Verdict.OK),

@@ -43,7 +43,7 @@ NOW: Final = datetime(2026, 11, 22, 3, 0, tzinfo=UTC)
 CLIENT: Final = ProcessIdentity(42, 7)
 
 GPU: Final = Gpu(0, "GPU-0", "A100", 80 * GIB, (8, 0), mig=False, driver_version="555.58", memory_reserved=GIB)
-USAGE: Final = GpuUsage(3 * GIB, {42: GpuProcess(Known(2 * GIB), mps=True, sm_activity=50)})
+USAGE: Final = GpuUsage(3 * GIB, {42: GpuProcess(Known(2 * GIB), mps=True)})
 VIEW: Final = GpuView(0, GPU, Known(USAGE), Health.OK, "it answers", None)
 DAEMON: Final = Daemon(
     name="gpu0",
@@ -138,8 +138,6 @@ CASES: Final[list[tuple[NodeSnapshot, dict[str, float | None]]]] = [
             f"mpsd_lease_memory_granted_bytes{OF_LEASE}": 4 * GIB,
             f"mpsd_lease_memory_held_bytes{OF_LEASE}": 2 * GIB,
             f"mpsd_lease_clients{OF_LEASE}": 1,
-            f"mpsd_lease_sm_activity_ratio{OF_LEASE}": 0.5,
-            f'mpsd_client_sm_activity_ratio{OF_LEASE[:-1]},pid="42"}}': 0.5,
             f'mpsd_client_memory_held_bytes{OF_LEASE[:-1]},pid="42"}}': 2 * GIB,
         },
     ),
@@ -162,7 +160,14 @@ CASES: Final[list[tuple[NodeSnapshot, dict[str, float | None]]]] = [
             'mpsd_gpu_memory_bytes{gpu="GPU-0"}': 80 * GIB,
             'mpsd_gpu_memory_held_bytes{gpu="GPU-0"}': None,
             f"mpsd_lease_memory_held_bytes{OF_LEASE}": None,
-            f"mpsd_lease_sm_activity_ratio{OF_LEASE}": None,
+        },
+    ),
+    (
+        node(views=(replace(VIEW, usage=Known(GpuUsage(None, {42: GpuProcess(Unknown("integrated"), mps=True)}))),)),
+        {
+            'mpsd_gpu_memory_held_bytes{gpu="GPU-0"}': None,
+            f"mpsd_lease_memory_held_bytes{OF_LEASE}": None,
+            f"mpsd_lease_clients{OF_LEASE}": 1,
         },
     ),
     (

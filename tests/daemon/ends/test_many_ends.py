@@ -171,6 +171,7 @@ def kill_at_random(node: Node, dice: random.Random) -> None:
         try:
             node.get("/healthz")
         except OSError as error:
+            assert node.process is not None
             node.process.wait(5)
             raise AssertionError(node.stderr.read_text()[-8000:]) from error
     node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))

@@ -55,7 +55,7 @@ def test_nothing_there(node: Node, container: Container) -> None:
     caller = container(hide(node))
     answer = caller.admit(**SMALL)
     assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", "pipe_directory")
-    assert f"mount {node.root}/run into the container" in answer.json["hint"]
+    assert f"start its container with {node.root}/run under the same path: " in answer.json["hint"]
     assert node.events("lease_refused", pid=caller.pid)
     assert caller.request("GET", "/v1/status").json["healthy"]
 

@@ -60,8 +60,6 @@ class TestForm:
         assert names == expected - {
             "mpsd_gpu_xids_total",
             "mpsd_client_memory_held_bytes",
-            "mpsd_lease_sm_activity_ratio",
-            "mpsd_client_sm_activity_ratio",
         }
 
     def test_openmetrics(self, shared: Node) -> None:

@@ -99,6 +99,8 @@ class TestRoot:
             ("usr/bin", "usr/lib64"),  # on RHEL
             ("usr/bin", "usr/lib/aarch64-linux-gnu"),  # Grace
             ("bin", "lib64"),  # GKE's /usr/local/nvidia
+            ("bin", "lib"),  # NixOS's /run/opengl-driver
+            ("usr/bin", "usr/lib"),  # Talos
         ],
     )
     def test_found(self, tmp_path: Path, programs: str, libraries: str) -> None:
@@ -125,6 +127,31 @@ class TestRoot:
         with pytest.raises(ConfigurationError) as refused:
             driver.find(CONTROL, tmp_path / "empty")
         assert refused.value.limit == "daemon.driver_root"
+
+    @pytest.mark.parametrize("by_path", [False, True])
+    def test_without_libraries(self, tmp_path: Path, nvml: FakeNvml, *, by_path: bool) -> None:
+        """A root without NVML is refused by name, with the directories that were searched; the loader may have it."""
+        root = make(tmp_path / "driver", "usr/bin")
+        control = str(root / "usr/bin" / CONTROL) if by_path else CONTROL
+        program = (
+            "import sys; from pathlib import Path; from mpsd.system.gpus import driver\n"
+            "try: print(driver.find(sys.argv[1], Path(sys.argv[2])).libraries)\n"
+            "except driver.ConfigurationError as error: print(error.limit, error.detail, error.hint)\n"
+        )
+        argv = [sys.executable, "-c", program, control, str(root)]
+        environment = {"PYTHONPATH": str(Path(__file__).parents[3])}
+        without, with_it = (
+            subprocess.run(argv, env=environment | more, capture_output=True, text=True, check=True, timeout=30).stdout
+            for more in ({}, {"LD_LIBRARY_PATH": str(nvml.library)})
+        )
+        assert with_it == "None\n"
+        try:
+            ctypes.CDLL(LIBRARY)
+        except OSError:
+            assert without.startswith(f"daemon.driver_root the driver in {root} has no {LIBRARY}")
+            assert "usr/lib, lib" in without
+        else:
+            assert without == "None\n"  # a machine with its own driver
 
 
 class TestLink:

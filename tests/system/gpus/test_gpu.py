@@ -46,7 +46,6 @@ _BY_INDEX: Final = "nvmlDeviceGetHandleByIndex_v2"
 _BY_UUID: Final = "nvmlDeviceGetHandleByUUID"
 _GPU_IS_LOST: Final = 15
 _FUNCTION_NOT_FOUND: Final = 13
-_NOT_FOUND: Final = 6
 _INVALID_ARGUMENT: Final = 2
 _NOT_SUPPORTED: Final = 3
 _NO_PERMISSION: Final = 4
@@ -146,34 +145,6 @@ def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child)
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
 
 
-def _activity(usage: object) -> dict[int, int | None]:
-    assert isinstance(usage, Known)
-    return {pid: process.sm_activity for pid, process in usage.value.processes.items()}
-
-
-def test_activity_of_processes(nvml: FakeNvml, gpus: Child) -> None:
-    """A process has its latest own sample, in percent; without a recent and credible one it is unknown."""
-    processes = [
-        f"process {gpu} MPSCompute {pid} 1000" for gpu, pid in ((0, 100), (0, 101), (0, 102), (0, 103), (1, 100))
-    ]
-    samples = ["activity 0 100 1 45", "activity 0 100 4 90", "activity 0 101 3600 80", "activity 0 102 1 2147483632"]
-    nvml.show(*_NODE, *processes, *samples, "activity 1 100 1 0", "activity 1 999 1 50")
-    first, second = gpus.inventory().gpus
-    assert _activity(gpus.usage(first)) == {100: 45, 101: None, 102: None, 103: None}
-    assert _activity(gpus.usage(second)) == {100: 0}
-
-
-@pytest.mark.parametrize("result", [_NOT_SUPPORTED, _NOT_FOUND, _FUNCTION_NOT_FOUND, _NO_PERMISSION, _GPU_IS_LOST])
-def test_activity_that_is_not_told(nvml: FakeNvml, gpus: Child, result: int) -> None:
-    """Without samples, or without permission to read them, activity is unknown; the rest of the reading is complete."""
-    process = "process 0 MPSCompute 100 1000"
-    nvml.show(*_NODE, process, "activity 0 100 1 45", _fault("nvmlDeviceGetProcessUtilization", result))
-    first, _ = gpus.inventory().gpus
-    usage = gpus.usage(first)
-    assert usage == Known(GpuUsage(_USED, {100: GpuProcess(Known(1000), mps=True)}))
-    assert _activity(usage) == {100: None}
-
-
 def test_usage_goes_by_uuid(nvml: FakeNvml, gpus: Child) -> None:
     """When the driver renumbers its GPUs, no GPU is mistaken for another."""
     nvml.show(*_NODE)
@@ -194,6 +165,29 @@ def test_drivers_before_510(nvml: FakeNvml, gpus: Child) -> None:
     (gpu,) = gpus.inventory().gpus
     assert gpu == replace(_FIRST_GPU, memory_reserved=0)
     assert gpus.usage(gpu) == Known(GpuUsage(_RESERVED + _USED))
+
+
+@pytest.mark.parametrize("versions", [("", "_v2"), ("_v2",)])
+def test_gpu_without_memory_of_its_own(nvml: FakeNvml, gpus: Child, versions: tuple[str, ...]) -> None:
+    """An integrated GPU, as of a GB10, has the memory of its host; what NVML says of its processes is not believed."""
+    shared = (_fault(f"nvmlDeviceGetMemoryInfo{each}", _NOT_SUPPORTED, gpu=0) for each in versions)
+    nvml.show(*_NODE, *shared, "process 0 MPSCompute 100 1000", "process 1 MPSCompute 100 1000")
+    first, second = gpus.inventory().gpus
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert first == replace(_FIRST_GPU, memory_total=total, memory_reserved=total // 8, integrated=True)
+    assert second == _SECOND_GPU
+    silent = Unknown("NVML does not report how much memory process 100 holds")
+    assert gpus.usage(first) == Known(GpuUsage(None, {100: GpuProcess(silent, mps=True)}))
+    assert gpus.usage(second) == Known(GpuUsage(0, {100: GpuProcess(Known(1000), mps=True)}))
+
+
+def test_processes_that_are_not_listed(nvml: FakeNvml, gpus: Child) -> None:
+    """An integrated GPU whose processes NVML does not list can be read; any other one cannot."""
+    shared = [_fault(f"nvmlDeviceGetMemoryInfo{each}", _NOT_SUPPORTED, gpu=0) for each in ("", "_v2")]
+    nvml.show(*_NODE, *shared, _fault("nvmlDeviceGetComputeRunningProcesses_v2", _NOT_SUPPORTED))
+    first, second = gpus.inventory().gpus
+    assert gpus.usage(first) == Known(GpuUsage(None, listed=False))
+    assert gpus.usage(second) == Unknown("NVML: Not Supported")
 
 
 def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child) -> None:
@@ -591,8 +585,8 @@ def test_real_driver() -> None:
             assert gpu.uuid.startswith("GPU-")
             reading = gpus.usage(gpu)
             assert isinstance(reading, Known)
-            assert reading.value.memory_used >= 0
-            assert gpu.memory_reserved >= 0
-            assert gpu.memory_reserved + reading.value.memory_used <= gpu.memory_total
+            used = reading.value.memory_used
+            assert gpu.integrated == (used is None)
+            assert 0 <= gpu.memory_reserved + (used or 0) <= gpu.memory_total
         gpus.do("patience", 0.01)
         assert isinstance(gpus.do("faults"), Known)

@@ -15,7 +15,7 @@ import pytest
 from mpsd.core.model import Known, Unknown
 from mpsd.system.processes import foreign_files
 from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
-from tests.harness import wait_until
+from tests.harness import eventually, wait_until
 
 T = TypeVar("T")
 
@@ -74,6 +74,35 @@ def test_its_program_is_stopped() -> None:
         assert await reader.ask("a", foreign_files.started_with, [], "A", "") == Known([])
 
     with_reader(story)
+
+
+def test_part_of_an_answer(short_tmp: Path) -> None:
+    """The part of an answer that a read had written when it was killed is unknown, and the next answer comes."""
+    fifo = short_tmp / "program"
+    os.mkfifo(fifo)
+    argv = (sys.executable, "-c", "input()", *("x" * 100_000 for _ in range(3)))  # more than a pipe holds
+
+    async def story(reader: ForeignReader) -> None:
+        asked = asyncio.create_task(reader.ask("a", foreign_files.details, process.pid, fifo))
+        link = await eventually(lambda: reader._link, what="its program")
+        program = link._process
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        child = int(await eventually(children.read_text, what="its child"))
+        waits_in = Path(f"/proc/{child}/wchan").read_text
+        await eventually(lambda: waits_in() == "wait_for_partner", what="the read to wait for the FIFO")
+        program.signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{program.pid}/stat").read_text
+        await eventually(lambda: ") T " in stat(), what="the program to stop")
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        await eventually(lambda: "pipe_write" in waits_in(), what="a part of the answer to be written")
+        os.kill(child, signal.SIGKILL)
+        program.signal(signal.SIGCONT)
+        assert isinstance(await asked, Unknown)
+        assert await reader.ask("a", foreign_files.started_with, [], "A", "") == Known([])
+
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        with_reader(story)
+        process.communicate(b"\n")
 
 
 def test_its_program_is_gone(short_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:

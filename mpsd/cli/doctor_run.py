@@ -214,7 +214,13 @@ async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSee
     """Inspect the processes of the leases that the caller may see."""
     try:
         shares = [
-            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]) // (lease["processes"] or 1))
+            (
+                int(pid),
+                lease["id"],
+                share["gpu"],
+                int(share["pinned_device_mem_limit"]) // (lease["processes"] or 1),
+                share["env"],
+            )
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))

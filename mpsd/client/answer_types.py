@@ -19,7 +19,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.health import Kind
 from mpsd.core.lifecycle import State
-from mpsd.core.model import GroupLife, LeaseState, Stop, ViolationKind
+from mpsd.core.model import GroupLife, LeaseState, Stop, ViolationKind, Visible
 from mpsd.core.model import Health as GpuHealth
 from mpsd.core.roles import Role
 from mpsd.core.supervision import wedge
@@ -158,8 +158,9 @@ class Canary(TypedDict):
 @answer(
     "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
     " read.\n\n"
-    "`clients` is the maximum of client processes of the leases. `unleased` is the use by clients without a"
-    " lease, by the threads that their environment names and the memory that they hold: no request is granted"
+    "`clients` is the maximum of client processes of the leases, one with many connections as several. `unleased` is"
+    " the use by clients without a lease, by the threads that their environment names and the memory that they hold:"
+    " no request is granted"
     " this amount."
 )
 class Gpu(TypedDict):
@@ -402,6 +403,12 @@ class Lease(TypedDict):
     processes: int
     priority: int
     client_priority: int | None
+    connections: NotRequired[Annotated[int | None, about("As requested."), default(None)]]
+    visible: NotRequired[
+        Annotated[
+            Annotated[str, words(Visible)] | None, about("As requested; null: as the settings say."), default(None)
+        ]
+    ]
     stop: Annotated[str, words(Stop)]
     name: str
     labels: dict[str, str]

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.mps_facts import CLIENT_PRIORITY, UNASKED
 
 _LONGEST: Final = 255
 """Maximum characters of a unit's name. Source: systemd.unit(5)."""
@@ -94,6 +95,10 @@ def render(
         f"EnvironmentFile=-{environment_file('%n')}",
         f"ExecStopPost=-+{_command(program, 'unit-stop', '--on-restart', on_restart, '%n')}",
     ]
+    # What the unit or its manager sets is unset last, also what EnvironmentFile= has: not what the lease is to have.
+    asked = {CLIENT_PRIORITY} if "--client-priority" in options else ()
+    unset = (name for name in UNASKED if name not in asked)
+    lines.append(f"UnsetEnvironment={' '.join(unset)}")
     if end_clients:
         lines.append(f"ExecStop=-+{_command(program, 'unit-end-clients', '%n')}")
     if start_seconds:

@@ -204,8 +204,9 @@ class EventName(StrEnum):
         "A GPU may have clients of unknown leases.", "{daemon} is held, since its leases may be incomplete: {because}")
     LEASES_COMPLETE = ("leases_complete", "info", "gpu because", "All leases on a GPU are known.",
         "{gpu}: its leases are complete: {because}")
-    CLIENT_ATTRIBUTED = ("client_attributed", "info", f"{_LEASE} client unit? container? pod? by?",
-        "A client belongs to a lease.", "{lease}: process {client} is its client")
+    CLIENT_ATTRIBUTED = ("client_attributed", "info", f"{_LEASE} client unit? container? pod? by? because?",
+        "A client belongs to a lease, and may find no place on its GPU (`because`).",
+        "{lease}: process {client} is its client: {because}")
     VIOLATION = ("violation", "warning", "kind pid lease daemon policy because hint",
         "A process violates its lease, or has none.", "{daemon}: violation ({kind}): {because}")
     VIOLATION_ENDED = ("violation_ended", "info", "kind pid lease daemon", "A violation has ended.",

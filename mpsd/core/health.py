@@ -271,6 +271,21 @@ def of_gpu(view: GpuView) -> Iterator[Reason]:
     yield Reason(kinds.get(view.health, Kind.GPU), subject, because, view.hint or "see mpsctl gpus")
 
 
+_CLOSING: Final = frozenset({ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED})
+"""The compute modes that refuse a program that misses MPS."""
+
+
+def is_closed(views: Iterable[GpuView]) -> bool | None:
+    """Tell whether each GPU refuses a program that misses MPS; None where that is unknown.
+
+    All of them count, since a number in CUDA_VISIBLE_DEVICES may stand for one that mpsd does not share.
+    """
+    usages = [view.usage for view in views]
+    if any(isinstance(each, Known) and each.value.compute_mode not in _CLOSING for each in usages):
+        return False
+    return True if all(isinstance(each, Known) for each in usages) else None
+
+
 def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
     """Yield a reason if a program that misses MPS gets a whole GPU.
 
@@ -281,7 +296,7 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
         for view in views
         if view.health is not Health.UNSUPPORTED
         and isinstance(view.usage, Known)
-        and view.usage.value.compute_mode not in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED}
+        and view.usage.value.compute_mode not in _CLOSING
     ]
     if open_to_all:
         because = f"a program that misses MPS gets all of {', '.join(open_to_all)}"

@@ -11,9 +11,10 @@ from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
 
+from mpsd.core import mps_facts
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
-from mpsd.core.mps_facts import Binds
+from mpsd.core.mps_facts import CLIENTS_VOLTA, Binds
 from mpsd.core.quantities import ActiveThreadPercentage, Moment, Opened, Pid, PinnedDeviceMemLimit
 
 T = TypeVar("T")
@@ -335,6 +336,14 @@ class Client:
     """Its real uid: the user that it belongs to, whatever rights its program has."""
     inherited: Mapping[str, str] = field(default_factory=dict)
     """The same variables of its nearest ancestor below a holder that shows any, where its own are unknown."""
+    clients_max: int = CLIENTS_VOLTA
+    """The clients for which its GPU has places."""
+
+    @property
+    def places(self) -> int:
+        """The client places that it takes, by its connections; one where they are unknown."""
+        text = self.variable(mps_facts.MAX_CONNECTIONS) or self.inherited.get(mps_facts.MAX_CONNECTIONS, "")
+        return mps_facts.places(mps_facts.connections(text), self.clients_max)
 
     def variable(self, name: str) -> str:
         """Return the value of a variable that it was started with; empty where it has none, or that is unknown."""
@@ -383,6 +392,8 @@ class Daemon:
     """Whether its driver supports a pinned device memory limit at all; drivers before 495 do not."""
     has_client_priority: bool = True
     """Whether its driver supports a priority of clients, as far as is known; drivers before 535 do not."""
+    clients_max: int = CLIENTS_VOLTA
+    """The clients for which its GPU has places."""
     limits_bind: Binds = Binds.CONTEXT
     """When its servers' limits bind a client."""
     client_end: str = ""
@@ -428,6 +439,16 @@ class Stop(StrEnum):
     """SIGTERM comes first: the requester of the lease states that its program then finishes its work on the GPU."""
 
 
+class Visible(StrEnum):
+    """What CUDA_VISIBLE_DEVICES of a lease names its GPU by."""
+
+    UUID = "uuid"
+    """The UUID, which is the same GPU for a program that misses MPS."""
+    INDEX = "index"
+    """0, the number of the one GPU that the control daemon, and so its client, sees. A program that misses MPS takes it
+    for the first GPU of the node."""
+
+
 class LeaseRequest(Struct, frozen=True):
     """A request for a lease. A fraction stands for that part of one GPU's threads and of its memory."""
 
@@ -450,6 +471,10 @@ class LeaseRequest(Struct, frozen=True):
     request_id: str | None = None
     client_priority: int | None = None
     """The MPS priority of its clients: 0 is normal, 1 below normal; None: the daemon's default."""
+    connections: int | None = None
+    """CUDA_DEVICE_MAX_CONNECTIONS of its clients; None: not set."""
+    visible: Visible | None = None
+    """None: as the settings say."""
     stop: Stop = Stop.TERMINATE
     ttl: float | None = None
     """The requested time to live in seconds; the lease has the result of a renewal."""
@@ -464,6 +489,8 @@ class Share(Struct, frozen=True):
     memory: PinnedDeviceMemLimit
     env: Mapping[str, str]
     """The environment that holds each client process to its share."""
+    places: int = 1
+    """The client places of the GPU that each client process takes."""
 
 
 class AttachedProcess(Struct, frozen=True):
@@ -472,6 +499,8 @@ class AttachedProcess(Struct, frozen=True):
     process: ProcessIdentity
     gpu: str
     """Its UUID."""
+    places: int = 1
+    """The client places that it takes there: those of its lease's share, or more where it has more connections."""
 
 
 class Lease(Struct, frozen=True):

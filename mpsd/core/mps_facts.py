@@ -39,6 +39,27 @@ CLIENTS_R590 = 60
 """Client contexts per device from driver 590 (CUDA 13.1) on, with CUDA_DEVICE_MAX_CONNECTIONS=2, which MPS sets by
 itself; with a higher value, fewer fit. Source: NVIDIA MPS documentation, release 590 on."""
 
+CONNECTIONS = 128
+"""Connections that the clients of a GPU share, 2 of each client where it does not set CUDA_DEVICE_MAX_CONNECTIONS.
+Measured on 580 (H200, H100): with 8 each, 15 clients fit, and with 32 each, 3; the next context gets OUT_OF_MEMORY. So
+120 fit and 128 do not. Mixed values and other drivers are not measured; NVIDIA only says that a higher value makes
+fewer clients fit."""
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable of a client for its number of connections, from 1 to `MOST_CONNECTIONS`. Source: CUDA C++ Programming
+Guide, "CUDA Environment Variables", and NVIDIA's page on the variables of MPS."""
+
+MOST_CONNECTIONS = 32
+
+CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+"""The variable with which a client starts with another priority. Source: NVIDIA, "Multi-Process Service", environment
+variables."""
+
+UNASKED = {CLIENT_PRIORITY: "0", "CUDA_MPS_PROTOCOL_VERSION": "2", "CUDA_MPS_SM_PARTITION": ""}
+"""The variables of MPS that a program has only if its lease does: each with the value of a program without it, where
+there is one. An inherited one is of another job or control daemon: mpsd's speak protocol 2, and have no partitions.
+Source: NVIDIA's pages on the variables of MPS, and on protocol 3."""
+
 R590 = 590
 """The first driver branch with `CLIENTS_R590`."""
 
@@ -55,6 +76,19 @@ second at most (measured on 580, five of five; other drivers are not measured)."
 
 LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of the sockets that a control daemon binds in its pipe directory (measured, all four versions)."""
+
+
+def places(connections: int | None, clients_max: int) -> int:
+    """Return how many places of a GPU for this many clients a client takes; None: it does not set its connections.
+
+    The places share the connections, so a client takes as many as have its connections together.
+    """
+    return max(-(-(connections or 0) * clients_max // CONNECTIONS), 1)
+
+
+def connections(text: str) -> int | None:
+    """Return the connections that a client's variable asks for; None for no number, and the most for a greater one."""
+    return min(int(text[:9]), MOST_CONNECTIONS) if text.isascii() and text.isdecimal() else None
 
 
 def binds(driver_branch: int | None) -> Binds:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from mpsd.core import setting_parsers
-from mpsd.core.model import Limits, ViolationKind
+from mpsd.core.model import Limits, ViolationKind, Visible
 from mpsd.core.mps_facts import Binds
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.setting_parsers import UserNames
@@ -395,6 +395,13 @@ class Admission:
         "GPU that is chosen if a request names none: the fullest one that fits (`best-fit`) or the emptiest"
         " (`spread`).",
     )
+    visible: Visible = choice_row(
+        Visible.UUID,
+        "What `CUDA_VISIBLE_DEVICES` of a lease has, where its request does not say: the UUID of the GPU (`uuid`), or 0"
+        " (`index`), for programs that read a number. Only on a closed node, on which each GPU is in compute mode"
+        " `exclusive-process`: elsewhere a program that misses MPS would run on the first GPU of the node, so that"
+        " leases get the UUID there, and say so.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,8 +442,8 @@ class Quota:
     clients: int | None = row(
         None,
         setting_parsers.count,
-        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease; a GPU has room"
-        " for 48 contexts of clients, or 60 (driver 590).",
+        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease, one with many"
+        " connections as several; a GPU has room for 48 contexts of clients, or 60 (driver 590).",
     )
     priority: int | None = row(None, setting_parsers.priority, "Highest priority that the user may request. Absent: 0.")
     ttl: float | None = row(

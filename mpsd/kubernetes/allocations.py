@@ -15,13 +15,13 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from mpsd.core.containers.cdi import PIPE_DIRECTORY
+from mpsd.core.containers.cdi import PIPE_DIRECTORY, without_unasked
 from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError
 from mpsd.core.kubernetes import claims, devices
 from mpsd.core.kubernetes.claims import Claimed, Held, Open, Release, Renew
 from mpsd.core.kubernetes.devices import KINDS, Container, Gpu, Kind, Numbers, Part
 from mpsd.core.kubernetes.settings import GpuDevices, Offer, Settings
-from mpsd.core.model import Limits
+from mpsd.core.model import Limits, Visible
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.roles import RESERVED
@@ -120,7 +120,7 @@ class Allocations(PodLeases):
         return {
             limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
             PIPE_DIRECTORY: gpu.pipe_directory,
-            _DEVICES: gpu.uuid,
+            _DEVICES: gpu.uuid if self._settings.visible is Visible.UUID else str(limits.DEVICE),
             _ALLOCATION: secrets.token_hex(8),
         }
 
@@ -173,7 +173,8 @@ class Allocations(PodLeases):
     def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
         settings, request = self._settings, f"{RESERVED}{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
-        lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, labels=labels, request_id=request)
+        more = {"labels": labels, "request_id": request, "visible": settings.visible}
+        lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, **more)
         share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
         counts = {kind: len(each) for kind, each in numbers.items()}
         self._log.info(EventName.CONTAINER_CLAIMED, lease=lease["id"], **share, devices=counts)
@@ -313,6 +314,7 @@ def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> devic
     response = deviceplugin.ContainerAllocateResponse(envs=dict(variables))
     directory = variables.get(PIPE_DIRECTORY)
     if directory is not None:
+        response.envs.update(without_unasked(variables))
         response.mounts.add(container_path=directory, host_path=directory, read_only=True)
         if devices.shares_memory(gpu, settings):
             response.mounts.add(container_path=_SHARED_MEMORY, host_path=_SHARED_MEMORY, read_only=False)

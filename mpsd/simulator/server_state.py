@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from mpsd.core.mps_facts import CLIENTS_VOLTA, Binds
+from mpsd.core import mps_facts
+from mpsd.core.mps_facts import CLIENTS_VOLTA, CONNECTIONS, MAX_CONNECTIONS, Binds
 from mpsd.simulator import figures
 from mpsd.simulator.cuda import CudaError, Pinned, of_context, pinned
 
@@ -19,6 +20,10 @@ _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
 
 _PAIR: Final = "{{PID: {}, Context ID: {}}}"
 """The log's name for a client's context (LOG). A process without a context is named by its first, which is 0."""
+
+
+_CONNECTIONS: Final = 2
+"""Connections of a context whose client names none (ENV); that contexts share what a GPU has was measured on 580."""
 
 
 class Status(StrEnum):
@@ -64,6 +69,8 @@ class Client:
         """The inode of its pid namespace."""
         self.environment = environment
         """The variables of CUDA when it initialised CUDA."""
+        self.connections = mps_facts.connections(environment.get(MAX_CONNECTIONS, "")) or _CONNECTIONS
+        """Those of each of its contexts."""
         self.gpu = gpu
         """The first GPU that it sees, on which it works."""
         self.bound = bound
@@ -157,9 +164,8 @@ class Server:
         environment = client.environment if environment is None else environment
         if self.status is Status.FAULT:
             return CudaError.MPS_SERVER_NOT_READY
-        if sum(len(each.contexts) for each in self.clients.values() if each.gpu == client.gpu) >= self._start.places:
-            return CudaError.MPS_MAX_CLIENTS_REACHED
-        share = client.bound or pinned(self._start.devices, self._percentage, self._limits, client.environment)
+        full = self._full(client)
+        share = full or client.bound or pinned(self._start.devices, self._percentage, self._limits, client.environment)
         if isinstance(share, CudaError):
             return share
         if share.memory is not None and share.memory < self._start.context_memory:
@@ -175,6 +181,14 @@ class Server:
         client.contexts[context.number] = context
         client.made += 1
         return context
+
+    def _full(self, client: Client) -> CudaError | None:
+        """Return the error of a client's further context, where its GPU has no place for it."""
+        beside = [each for each in self.clients.values() if each.gpu == client.gpu for _ in each.contexts]
+        if len(beside) >= self._start.places:
+            return CudaError.MPS_MAX_CLIENTS_REACHED
+        connections = sum(each.connections for each in [*beside, client])
+        return CudaError.OUT_OF_MEMORY if connections >= CONNECTIONS else None
 
     def destroy(self, pid: int, number: int) -> bool:
         """Destroy a context of a client; False where it has none with this number."""

@@ -65,6 +65,14 @@ def test_odd_names(name: str) -> None:
         drop_in.service_name(name)
 
 
+def test_nothing_of_another_job() -> None:
+    """The unit has no variable of MPS by its manager's environment that its lease does not have."""
+    unset = "UnsetEnvironment=CUDA_MPS_CLIENT_PRIORITY CUDA_MPS_PROTOCOL_VERSION CUDA_MPS_SM_PARTITION"
+    assert unset in rendered("--fraction", "0.5").splitlines()
+    asked = rendered("--fraction", "0.5", "--client-priority", "1").splitlines()
+    assert unset.replace(" CUDA_MPS_CLIENT_PRIORITY", "").replace("=CUDA_MPS_CLIENT_PRIORITY ", "=") in asked
+
+
 @pytest.mark.parametrize("word", ["100%", "$HOME", "two words", 'say "hello"', "it's", "back\\slash", "a;b", ";", ""])
 def test_options_are_literal(word: str) -> None:
     """No part of an option acts as a specifier, a variable, a quote or a command's end for systemd."""

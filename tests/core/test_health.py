@@ -197,6 +197,21 @@ def test_not_closed() -> None:
     assert health.of_node(others, [DAEMON]).headline == f"healthy: {WELL}"
 
 
+def test_is_closed() -> None:
+    """A node is closed where each GPU is, also one that mpsd does not share; one that cannot be read is unknown."""
+    closed, prohibited = (
+        replace(GPU, usage=Known(GpuUsage(0, compute_mode=mode)))
+        for mode in (ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED)
+    )
+    open_to_all = replace(gpu(Health.UNSUPPORTED), usage=Known(GpuUsage(0)))
+    of_no_mode = replace(GPU, usage=Known(GpuUsage(0, compute_mode=None)))
+    unread = replace(GPU, usage=Unknown("NVML did not answer"))
+    assert health.is_closed([closed, prohibited]) is True
+    assert health.is_closed([closed, open_to_all]) is health.is_closed([of_no_mode, closed]) is False
+    assert health.is_closed([closed, unread]) is None
+    assert health.is_closed([unread, open_to_all]) is False
+
+
 def test_open_violations() -> None:
     """Open violations are in the first line, the first few in a sentence; the node stays healthy."""
     found = [f"process {pid} is short" for pid in range(1, 6)]

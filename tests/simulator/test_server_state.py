@@ -71,6 +71,25 @@ def test_places(log: list[str], places: int) -> None:
     context(server, 2)
 
 
+@pytest.mark.parametrize(
+    ("value", "fit", "error"),
+    [
+        (None, 48, CudaError.MPS_MAX_CLIENTS_REACHED),
+        ("2", 48, CudaError.MPS_MAX_CLIENTS_REACHED),
+        ("8", 15, CudaError.OUT_OF_MEMORY),
+        ("32", 3, CudaError.OUT_OF_MEMORY),
+    ],
+)
+def test_connections(server: Server, value: str | None, fit: int, error: CudaError) -> None:
+    """The more connections clients have, the fewer fit, as measured on 580; an end makes room for another one."""
+    environment = {} if value is None else {"CUDA_DEVICE_MAX_CONNECTIONS": value}
+    for pid in range(fit + 1):
+        assert isinstance(server.admit(pid, "./program", "1", environment), Client)
+        assert (server.context(pid) is error) == (pid == fit)
+    server.left(0, said=True)
+    assert isinstance(server.context(fit), Context)
+
+
 def test_lists(server: Server) -> None:
     """Clients are listed in the order of their arrival: alone, by device, and with details."""
     admit(server, 12345)

@@ -28,6 +28,7 @@ from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -130,6 +131,19 @@ with_request: Final = together(
         type=click.IntRange(0, 1),
         metavar="0|1",
         help="MPS priority of its clients: 0 is normal, 1 below normal. Driver 535 and newer.",
+    ),
+    _option(
+        "--connections",
+        type=click.IntRange(1, MOST_CONNECTIONS),
+        metavar="N",
+        help=f"{MAX_CONNECTIONS} of its clients. More than 2 take several client places of the GPU.  [default: as"
+        " COMMAND has it, for run and shell; else not set]",
+    ),
+    _option(
+        "--visible",
+        type=click.Choice(["uuid", "index"]),
+        help="What CUDA_VISIBLE_DEVICES has: the UUID of the GPU, or 0, for programs that read a number, which needs a"
+        " closed node.  [default: admission.visible]",
     ),
     _option(
         "--stop",
@@ -272,6 +286,14 @@ def _ends_with(lease: "answer_types.Lease") -> str:
     return f"{lease['id']} has no holder until its claim is taken, and ends if that takes too long"
 
 
+def _with_own_connections(request: dict[str, object]) -> dict[str, object]:
+    """Return a request with the connections that its program will have, as mpsctl has them."""
+    own = os.environ.get(MAX_CONNECTIONS, "")
+    if request["connections"] is None and own in map(str, range(1, MOST_CONNECTIONS + 1)):
+        return {**request, "connections": int(own)}
+    return request
+
+
 @click.command(context_settings={"allow_interspersed_args": False})
 @with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
@@ -302,7 +324,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
             "only root can start a program as another user",
             hint="run it as root: sudo mpsctl run --user NAME -- PROGRAM",
         )
-    lease = take(api, {**request, "owner": owner}, wait=wait)
+    lease = take(api, {**_with_own_connections(request), "owner": owner}, wait=wait)
     with start.released_on_failure(api, lease):
         if lease["expires"] and request["ttl"] is None:
             note(
@@ -328,7 +350,7 @@ def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
     """  # noqa: D301 - click knows by that character what not to wrap
     if owner is not None and os.geteuid() != 0:
         raise NotPermittedError("only root can open a shell of another user", hint="use sudo mpsctl shell --user")
-    lease = take(api, {**request, "owner": owner}, wait=wait)
+    lease = take(api, {**_with_own_connections(request), "owner": owner}, wait=wait)
     with start.released_on_failure(api, lease):
         found = caller.environment()
         if owner is not None:

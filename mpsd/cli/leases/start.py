@@ -13,6 +13,7 @@ from mpsd.cli.leases import caller
 from mpsd.cli.users import User, variables_of
 from mpsd.client import Api
 from mpsd.core.errors import MpsdError
+from mpsd.core.mps_facts import UNASKED
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -47,10 +48,11 @@ def become(
     a shell's status. Raises the errors of `environment`.
     """
     variables = environment(api, lease, share=0)
+    inherited = {name: value for name, value in caller.environment().items() if name not in UNASKED}
     try:
         if owner is not None:
             variables |= _become(owner)
-        os.execvpe(command[0], [*command], {**caller.environment(), **variables, **(more or {})})  # noqa: S606 - that is what it is for
+        os.execvpe(command[0], [*command], {**inherited, **variables, **(more or {})})  # noqa: S606 - that is what it is for
     except OSError as error:
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct, structs
 
+from mpsd.core import mps_facts
 from mpsd.core.errors import (
     DaemonNotReadyError,
     DoesNotFitError,
@@ -17,10 +18,12 @@ from mpsd.core.errors import (
     InvalidRequestError,
     MpsdError,
     NeverFitsError,
+    NotPermittedError,
     QuotaError,
 )
-from mpsd.core.model import Lease, LeaseRequest, Limits, Share
-from mpsd.core.mps.limits import CLIENT_PRIORITY_VARIABLE, variables
+from mpsd.core.model import Lease, LeaseRequest, Limits, Share, Visible
+from mpsd.core.mps.limits import DEVICE, variables
+from mpsd.core.mps_facts import CLIENT_PRIORITY, CLIENTS_VOLTA, MAX_CONNECTIONS
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import MIB, briefly, format_size
 
@@ -41,17 +44,34 @@ class Amount(Struct, frozen=True):
     threads: int = 0
     memory: int = 0
     clients: int = 0
+    extra: int = 0
+    """The client places that they take beyond one each, because of their connections (`mps_facts.places`)."""
+
+    @property
+    def places(self) -> int:
+        """The client places of the GPU that it takes."""
+        return self.clients + self.extra
 
     def __add__(self, other: "Amount") -> "Amount":
-        return Amount(self.threads + other.threads, self.memory + other.memory, self.clients + other.clients)
+        return Amount(
+            self.threads + other.threads,
+            self.memory + other.memory,
+            self.clients + other.clients,
+            self.extra + other.extra,
+        )
 
     def __sub__(self, other: "Amount") -> "Amount":
         """Subtract an amount, field by field."""
-        return Amount(self.threads - other.threads, self.memory - other.memory, self.clients - other.clients)
+        return Amount(
+            self.threads - other.threads,
+            self.memory - other.memory,
+            self.clients - other.clients,
+            self.extra - other.extra,
+        )
 
     def __mul__(self, times: int) -> "Amount":
         """Multiply each field."""
-        return Amount(self.threads * times, self.memory * times, self.clients * times)
+        return Amount(self.threads * times, self.memory * times, self.clients * times, self.extra * times)
 
 
 NOTHING: Final = Amount()
@@ -68,6 +88,7 @@ class Offer(Struct, frozen=True):
     memory: int
     """Bytes that may be granted: the total less the reserve."""
     clients: int
+    """Client places that may be granted."""
     limits: Limits
     """The maximum that its control daemon gives any client."""
     many_users: bool
@@ -75,8 +96,14 @@ class Offer(Struct, frozen=True):
     have exited."""
     knows_many_users: bool = False
     """Whether its control program is known to be able to."""
+    clients_max: int = CLIENTS_VOLTA
+    """The client places that it has."""
     client_priority: bool = True
     """Whether its driver supports client priorities."""
+    closed: bool | None = False
+    """Whether the node is closed: then no program that misses MPS takes a number for another GPU. None: unknown."""
+    visible: Visible = Visible.UUID
+    """What CUDA_VISIBLE_DEVICES names it by, as far as the node is closed, where a request does not say."""
     refusal: Refusal | None = None
     smallest_share: int = 1
     """Tenths of a percent."""
@@ -132,13 +159,15 @@ class Shortage:
 # -- the amount that a request needs -----------------------------------------------------------------------------------
 
 
-def places(lease: Lease, gpu: str) -> int:
-    """Return how many of the clients that MPS admits on a GPU a lease takes on that GPU, one of its own.
+def places(lease: Lease, share: Share) -> tuple[int, int]:
+    """Return the number of clients that a lease has on one of its GPUs, and the places that they take beyond one each.
 
-    It is the maximum of the lease. A lease for any number of processes takes as many as it has there, and at least one.
+    The number is the maximum of the lease. A lease for any number of processes has as many as attached, and at least
+    one. An attached client takes its own places, and each other one those of the share.
     """
-    processes = lease.request.processes
-    return max(len(lease.clients_on(gpu)), 1) if processes is None else processes
+    attached = [each.places - 1 for each in lease.attached if each.gpu == share.gpu]
+    clients = lease.request.processes or max(len(attached), 1)
+    return clients, sum(attached) + max(clients - len(attached), 0) * (share.places - 1)
 
 
 def part(need: Amount) -> Amount:
@@ -187,16 +216,17 @@ def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]
 
     A request for any number of processes takes the place of one client, until it has more.
     """
-    if request.fraction is None:
-        assert request.threads is not None and request.memory is not None  # noqa: S101, PT018 - `check` was called
-        need = Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
-        for offer in offers:
-            yield offer, need
-        return
-    tenths, numerator, denominator = _part(request.fraction)
+    clients = request.processes or 1
+    fraction = None if request.fraction is None else _part(request.fraction)
     for offer in offers:
-        mebibytes = max(offer.memory * numerator // denominator // MIB, 1)
-        yield offer, Amount(tenths, mebibytes * MIB, request.processes or 1)
+        extra = clients * (mps_facts.places(request.connections, offer.clients_max) - 1)
+        if fraction is None:
+            assert request.threads is not None and request.memory is not None  # noqa: S101, PT018 - `check` was called
+            yield offer, Amount(request.threads.tenths, request.memory.bytes, clients, extra)
+        else:
+            tenths, numerator, denominator = fraction
+            mebibytes = max(offer.memory * numerator // denominator // MIB, 1)
+            yield offer, Amount(tenths, mebibytes * MIB, clients, extra)
 
 
 def _part(fraction: float) -> tuple[int, int, int]:
@@ -209,10 +239,11 @@ def _part(fraction: float) -> tuple[int, int, int]:
     return int(part * 1000), *part.as_integer_ratio()
 
 
-def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Share:
+def share(offer: Offer, need: Amount, request: LeaseRequest) -> Share:
     """Return the share on this GPU, with the environment that limits each client process to its part.
 
-    With a priority, each process has that one; without one, it has the priority of the control daemon, which is 0.
+    With a priority, each process has that one; without one, it has the priority of the control daemon, which is 0. What
+    the request does not name is not set, so that connections stay as the program has them.
     Parts are rounded down to the units of MPS, so that together they never exceed what was granted.
     """
     threads, memory = ActiveThreadPercentage(need.threads), PinnedDeviceMemLimit(need.memory // MIB)
@@ -226,18 +257,43 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
     # 615).
     env = {
         "CUDA_MPS_PIPE_DIRECTORY": offer.pipe_directory,
-        "CUDA_VISIBLE_DEVICES": offer.gpu,
+        "CUDA_VISIBLE_DEVICES": str(DEVICE) if wants_index(offer, request) and offer.closed else offer.gpu,
         **variables(Limits(each_threads, each_memory)),
-        **({} if client_priority is None else {CLIENT_PRIORITY_VARIABLE: str(client_priority)}),
     }
-    return Share(offer.gpu, offer.daemon, threads, memory, env)
+    for name, value in ((CLIENT_PRIORITY, request.client_priority), (MAX_CONNECTIONS, request.connections)):
+        if value is not None:
+            env[name] = str(value)
+    return Share(offer.gpu, offer.daemon, threads, memory, env, need.places // need.clients)
 
 
-def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple[tuple[Share, ...], str]:
+def wants_index(offer: Offer, request: LeaseRequest) -> bool:
+    """Tell whether CUDA_VISIBLE_DEVICES of a lease is to have a number, by its request or else by the settings."""
+    return (request.visible or offer.visible) is Visible.INDEX
+
+
+def granted(chosen: tuple[Candidate, ...], request: LeaseRequest) -> tuple[tuple[Share, ...], str]:
     """Return the shares of a lease on these places, and the sentence of its grant."""
-    shares = tuple(share(offer, need, client_priority) for offer, need in chosen)
+    shares = tuple(share(offer, need, request) for offer, need in chosen)
     on = ", ".join(each.daemon for each in shares)
-    return shares, f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {on}"
+    because = f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {on}"
+    if any(wants_index(offer, request) and not offer.closed for offer, _ in chosen):
+        because += f"; CUDA_VISIBLE_DEVICES has the UUID, despite admission.visible: {NOT_CLOSED}"
+    return shares, because
+
+
+NOT_CLOSED: Final = (
+    "the node is not closed, or not known to be, so that a program that misses MPS may take the number for another GPU"
+)
+"""Why CUDA_VISIBLE_DEVICES has no number."""
+
+_MODE_UNKNOWN: Final = Refusal("health", "whether the node is closed is unknown at present", "see mpsctl gpus")
+"""Why a request for a number waits."""
+
+
+def said_of_clients(need: Amount) -> str:
+    """Describe client processes, with their places where they take more than one each."""
+    count = f"{need.clients} client processes"
+    return f"{count}, which take {need.places} places by their {MAX_CONNECTIONS}," if need.extra else count
 
 
 # -- whether a request fits --------------------------------------------------------------------------------------------
@@ -281,9 +337,10 @@ def _too_much(need: Amount, offer: Offer) -> Shortage | None:
         because = f"{format_size(need.memory)} of memory were requested, but the GPU can grant only {has}"
         hint = "request less"
         return Shortage("memory", because, hint, NeverFitsError, offer.gpu)
-    if need.clients > offer.clients:
-        because = f"{need.clients} processes were requested, but MPS admits only {offer.clients} clients on the GPU"
-        return Shortage("clients", because, "request fewer processes", NeverFitsError, offer.gpu)
+    if need.places > offer.clients:
+        because = f"{said_of_clients(need)} were requested, but MPS admits only {offer.clients} clients on the GPU"
+        hint = "request fewer processes" + (", or fewer connections (--connections)" if need.extra else "")
+        return Shortage("clients", because, hint, NeverFitsError, offer.gpu)
     return None
 
 
@@ -344,10 +401,15 @@ class Offers:
         every = self.by_gpu.values()
         return [each for each in every if gpu in {"any", each.gpu} and (among is None or each.gpu in among)]
 
-    def _capable(self, request: LeaseRequest) -> Iterable[Offer]:
-        """Return those of the named GPUs whose driver supports the request's options."""
-        named = self.named(request)
-        return named if request.client_priority is None else [each for each in named if each.client_priority]
+    def _capable(self, request: LeaseRequest) -> Iterator[Offer]:
+        """Yield those of the named GPUs on which the driver and the node allow the request's options."""
+        for each in self.named(request):
+            if request.client_priority is not None and not each.client_priority:
+                continue
+            if request.visible is not Visible.INDEX or each.closed:
+                yield each
+            elif each.closed is None:
+                yield structs.replace(each, refusal=each.refusal or _MODE_UNKNOWN)
 
     def has(self, request: LeaseRequest) -> bool:
         """Tell whether this node has as many GPUs as a request needs."""
@@ -367,6 +429,8 @@ class Offers:
             request.gpus,
             request.among,
             request.client_priority is None,
+            request.connections,
+            request.visible is Visible.INDEX,
         )
         found = self._candidates.get(size)
         if found is None:
@@ -390,6 +454,13 @@ class Offers:
 
     def why_never(self, request: LeaseRequest) -> Shortage:
         """Say why a request has too few candidates: too few GPUs, or GPUs that have too little."""
+        is_open = any(each.closed is False for each in self.named(request))
+        if self.has(request) and request.visible is Visible.INDEX and is_open:
+            hint = (
+                "use the UUID (--visible uuid), or ask an administrator to close the node: daemon.compute_mode ="
+                ' "exclusive-process"'
+            )
+            return Shortage("visible", f"an index was requested, but {NOT_CLOSED}", hint, NotPermittedError)
         if self.has(request) and len(list(self._capable(request))) < request.gpus:
             because = "client_priority was given, and this driver has no priority of clients: 535 and newer have"
             return Shortage("client_priority", because, "omit client_priority", InvalidRequestError)

@@ -260,8 +260,7 @@ class Ledger:
         if lease.lost:
             lease = structs.replace(lease, lost=tuple(each for each in lease.lost if each in lease.clients))
         self.leases[lease_id] = lease
-        if lease.request.processes is None:
-            self._count(lease, holds=self._room.enter_lease(lease) - self._room.leave_lease(before))
+        self._count(lease, holds=self._room.enter_lease(lease) - self._room.leave_lease(before))
         return lease
 
     def lose(self, lease_id: str, lost: tuple[ProcessIdentity, ...]) -> Lease:
@@ -315,6 +314,11 @@ class Ledger:
     def has_room(self, lease: Lease, gpu: str) -> bool:
         """Tell whether a granted lease may have one more client process on a GPU."""
         return self.places_left(lease, gpu) > 0
+
+    def crowding(self, gpu: str) -> str:
+        """Say that clients take more places than a GPU has, by their connections; empty where they do not."""
+        offer = self._offers.by_gpu.get(gpu)
+        return "" if offer is None else self._room.crowding(offer)
 
     def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
         """End a lease, or remove it from the queue; None when it has ended already."""
@@ -371,7 +375,7 @@ class Ledger:
     # -- entering and leaving: only here the sums change --------------------------------------------------------------
 
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
-        shares, because = admission.granted(tuple(chosen), lease.request.client_priority)
+        shares, because = admission.granted(tuple(chosen), lease.request)
         granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
@@ -459,6 +463,8 @@ _NAMES = (
     "processes",
     "priority",
     "client_priority",
+    "connections",
+    "visible",
     "stop",
     "ttl",
     "name",

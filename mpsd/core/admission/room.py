@@ -17,10 +17,12 @@ from mpsd.core.admission.admission import (
     Shortage,
     part,
     places,
+    said_of_clients,
 )
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
-from mpsd.core.model import Client, GpuUsage, Known, Lease, Reading, Share, Unknown
+from mpsd.core.model import AttachedProcess, Client, GpuUsage, Known, Lease, Reading, Share, Unknown
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE
+from mpsd.core.mps_facts import MAX_CONNECTIONS
 from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
@@ -98,8 +100,18 @@ class Room:
         return self._held[gpu].amount if gpu in self._held else NOTHING
 
     def places(self, offer: Offer) -> int:
-        """Return how many more clients a GPU has places for, beside the granted places and unleased clients."""
-        return max(_left(offer, self.taken(offer.gpu)).clients, 0)
+        """Return how many client places of a GPU are left, beside the granted places and unleased clients."""
+        return max(_left(offer, self.taken(offer.gpu)).places, 0)
+
+    def crowding(self, offer: Offer) -> str:
+        """Say that clients take more places than a GPU has, by their connections; empty where they do not."""
+        taken = self.taken(offer.gpu) + offer.unleased
+        if not taken.extra or taken.places <= offer.clients:
+            return ""
+        return (
+            f"the clients on {offer.daemon} take {taken.places} of its {offer.clients} places, by their"
+            f" {MAX_CONNECTIONS}: a further context may get OUT_OF_MEMORY (2), although memory is free"
+        )
 
     def uids(self, gpu: str) -> Collection[int]:
         """Return the uids that hold something on a GPU."""
@@ -213,7 +225,7 @@ class Room:
         if reserved is None:
             return False
         left = _left(offer, self.taken(offer.gpu) + reserved.amount)
-        return left.threads <= 0 or left.memory <= 0 or left.clients <= 0
+        return left.threads <= 0 or left.memory <= 0 or left.places <= 0
 
 
 def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reservations) -> str | None:
@@ -250,7 +262,7 @@ def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
         return "threads"
     if need.memory > offer.memory - beside.memory - taken.memory:
         return "memory"
-    return "clients" if need.clients > offer.clients - beside.clients - taken.clients else None
+    return "clients" if need.places > offer.clients - beside.places - taken.places else None
 
 
 def _left(offer: Offer, taken: Amount) -> Amount:
@@ -277,7 +289,7 @@ def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
         return is_out, 1.0
     left = _left(offer, held.amount)
     threads, memory = (need.threads - left.threads) / need.threads, (need.memory - left.memory) / need.memory
-    return False, max(threads, memory, (need.clients - left.clients) / need.clients)
+    return False, max(threads, memory, (need.places - left.places) / need.places)
 
 
 def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> Shortage:
@@ -303,8 +315,10 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
             left = format_size(max(free.memory, 0))
             because = f"{format_size(need.memory)} of memory were requested, but only {left} are left"
         case _:
-            left = f"{max(free.clients, 0)} of {offer.clients}"
-            because = f"{need.clients} client processes were requested, but only {left} are left"
+            left = f"{max(free.places, 0)} of {offer.clients}"
+            because = f"{said_of_clients(need)} were requested, but only {left} places are left"
+            if offer.unleased.extra or held.amount.extra:
+                because += f": others' {MAX_CONNECTIONS} take several each"
     if limit != "user" and offer.unleased.clients:
         because += f"; {describe(offer.unleased)}"
         hint += ", and who uses it without a lease: mpsctl clients"
@@ -313,16 +327,14 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
 
 def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Amount:
     """Add or remove the shares of a lease on their GPUs, and return their sum."""
-    threads = memory = clients = 0
+    total = NOTHING
     processes = lease.request.processes or 1
     for share in lease.shares:
-        here = Amount(share.threads.tenths, share.memory.bytes, places(lease, share.gpu))
+        here = Amount(share.threads.tenths, share.memory.bytes, *places(lease, share))
         each = here if here.clients == processes else Amount(here.threads, here.memory, processes)
         move(share.gpu, lease.owner.uid, here, part(each))
-        threads += here.threads
-        memory += here.memory
-        clients += here.clients
-    return Amount(threads, memory, clients)
+        total += here
+    return total
 
 
 # -- clients without a lease -------------------------------------------------------------------------------------------
@@ -333,10 +345,10 @@ LEAST_USE: Final = Amount(threads=1, memory=0, clients=1)
 """The least that any client counts as: the least threads that MPS knows, and one place."""
 
 
-def part_of_client(lease: Lease, share: Share) -> Amount:
-    """Return the part of each client of a lease on a GPU; it counts on where the lease ends before the client."""
-    clients = places(lease, share.gpu)
-    return Amount(share.threads.tenths // clients, share.memory.bytes // clients, LEAST_USE.clients)
+def part_of_client(lease: Lease, share: Share, client: AttachedProcess) -> Amount:
+    """Return the part of a client of a lease on a GPU; it counts on where the lease ends before the client."""
+    clients, _ = places(lease, share)
+    return Amount(share.threads.tenths // clients, share.memory.bytes // clients, LEAST_USE.clients, client.places - 1)
 
 
 def left_behind(part: Amount, pid: int, usage: Reading[GpuUsage] | None) -> Amount:
@@ -364,4 +376,5 @@ def unleased(client: Client, usage: Reading[GpuUsage] | None, part: Amount) -> A
     threads = ACTIVE_THREAD_PERCENTAGE.parse_foreign(text) or LEAST_USE.threads
     on = usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
     held = on.memory.value if on is not None and isinstance(on.memory, Known) else LEAST_USE.memory
-    return Amount(max(threads, part.threads), max(held, part.memory), LEAST_USE.clients)
+    extra = max(client.places - 1, part.extra)
+    return Amount(max(threads, part.threads), max(held, part.memory), LEAST_USE.clients, extra)

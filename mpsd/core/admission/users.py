@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct, structs
 
-from mpsd.core.admission.admission import NOTHING, Amount
+from mpsd.core.admission.admission import NOTHING, Amount, said_of_clients
 from mpsd.core.errors import QuotaError
 from mpsd.core.model import Lease, LeaseRequest
 from mpsd.core.roles import UserIdentity
@@ -194,10 +194,10 @@ def check_quota(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amo
             hint="request a number of processes",
             limit="quota.clients",
         )
-    if quota.clients is not None and has.amount.clients + worth.clients > quota.clients:
+    if quota.clients is not None and has.amount.places + worth.places > quota.clients:
         raise QuotaError(
-            f"{worth.clients} client processes were requested, but your quota is {quota.clients}, and you already hold"
-            f" {has.amount.clients}",
+            f"{said_of_clients(worth)} were requested, but your quota is {quota.clients}, and you already hold"
+            f" {has.amount.places}",
             hint=release.replace("less", "fewer processes", 1),
             limit="quota.clients",
         )

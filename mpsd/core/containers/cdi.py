@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.mps_facts import UNASKED
 from mpsd.core.sanitize import SECRETS
 
 VERSION: Final = "0.3.0"
@@ -84,7 +85,8 @@ def of_devices(kind: str, devices: Mapping[str, object]) -> dict[str, object]:
 def edits(variables: Mapping[str, str], *, hook: object | None, shared_memory: bool) -> dict[str, object]:
     """Return the changes that a lease's device makes to a container.
 
-    `variables` are the lease's environment. Of the node's files, the container gets only the directory that
+    `variables` are the lease's environment; what it does not have of `UNASKED`, the image does not add. Of the node's
+    files, the container gets only the directory that
     CUDA_MPS_PIPE_DIRECTORY names, and with `shared_memory` the machine's /dev/shm.
     """
     directory = variables[PIPE_DIRECTORY]
@@ -93,7 +95,13 @@ def edits(variables: Mapping[str, str], *, hook: object | None, shared_memory: b
         options = ["bind", "rw", "nosuid", "nodev", "noexec"]
         mounts.append({"hostPath": _SHARED_MEMORY, "containerPath": _SHARED_MEMORY, "options": options})
     hooks = {} if hook is None else {"hooks": [hook]}
-    return {"env": [f"{name}={value}" for name, value in variables.items()], "mounts": mounts, **hooks}
+    own = {**variables, **without_unasked(variables)}
+    return {"env": [f"{name}={value}" for name, value in own.items()], "mounts": mounts, **hooks}
+
+
+def without_unasked(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the values by which a container has none of the variables that its lease does not have."""
+    return {name: value for name, value in UNASKED.items() if value and name not in variables}
 
 
 def hook_of(device: Device, variables: Mapping[str, str], program: Sequence[str], *options: str) -> dict[str, object]:

@@ -133,6 +133,8 @@ class ClientSeen:
     """The UUID of the GPU."""
     granted: int
     """Bytes of memory that each process of the lease may have on that GPU."""
+    given: Mapping[str, str]
+    """The environment of the lease there."""
     arguments: tuple[str, ...]
     variables: Reading[Mapping[str, str]]
     """Its environment at its start, as far as CUDA and frameworks use it."""

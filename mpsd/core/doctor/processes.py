@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import frameworks
+from mpsd.core import frameworks, mps_facts
 from mpsd.core.doctor.finding import (
     AS_ROOT,
     ClientSeen,
@@ -22,10 +22,12 @@ from mpsd.core.doctor.finding import (
 )
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
 from mpsd.core.frameworks import Demand, Framework
+from mpsd.core.gpus import clients_max
 from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
 from mpsd.core.mps.control_daemons import USUAL, Whose, described, whose
 from mpsd.core.mps.daemon_flags import FOREGROUND
+from mpsd.core.mps_facts import CLIENTS_VOLTA, MAX_CONNECTIONS, connections
 from mpsd.core.units import MIB, format_size
 
 _PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")
@@ -295,19 +297,19 @@ def _unreadable(seen: Observed) -> Iterator[Finding]:
 
 @check(
     "gpu-numbers",
-    f"the processes of leases name their GPU by UUID in {VISIBLE}",
+    f"the processes of leases name their GPU in {VISIBLE} as their leases do",
     "A process finds no GPU, or another one.",
 )
 def _ordinals(seen: Observed) -> Iterator[Finding]:
     yield from _unreadable(seen)
     for each in known(seen.clients) or ():
         value = (known(each.variables) or {}).get(VISIBLE, "")
-        first = value.split(",")[0].strip()
-        if not first.isdecimal():
+        first, given = value.split(",")[0].strip(), each.given.get(VISIBLE)
+        if not first.isdecimal() or value == given:
             continue
         because = f"process {each.pid} of lease {each.lease} was started with {VISIBLE}={value[:40]}: "
         remedy = (
-            f"have it use the UUID that its lease has, {VISIBLE}={each.gpu}; Ray, Slurm and torchrun write numbers:"
+            f"have it use what its lease has, {VISIBLE}={given}; Ray, Slurm and torchrun write numbers:"
             " set it in the program's own start (for Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1)"
         )
         evidence = {"pid": each.pid, VISIBLE: value}
@@ -317,6 +319,30 @@ def _ordinals(seen: Observed) -> Iterator[Finding]:
         else:
             because += "outside MPS, number 0 may be another GPU than that of its lease"
             yield warn(because, remedy, f"pid {each.pid}", **evidence)
+
+
+@check(
+    "connections",
+    f"the processes of leases have no more connections ({MAX_CONNECTIONS}) than their leases",
+    "Fewer clients fit on the GPU: further contexts may get OUT_OF_MEMORY (2), although memory is free.",
+)
+def _connections(seen: Observed) -> Iterator[Finding]:
+    yield from _unreadable(seen)
+    node = known(seen.gpus.node)
+    most = {each.gpu.uuid: clients_max(each.gpu) for each in node.gpus} if node is not None else {}
+    for each in known(seen.clients) or ():
+        places = most.get(each.gpu, CLIENTS_VOLTA)
+        value = connections((known(each.variables) or {}).get(MAX_CONNECTIONS, ""))
+        takes = mps_facts.places(value, places)
+        if takes <= mps_facts.places(connections(each.given.get(MAX_CONNECTIONS, "")), places):
+            continue
+        because = (
+            f"process {each.pid} of lease {each.lease} was started with {MAX_CONNECTIONS}={value}, so that it takes"
+            f" {takes} of the {places} client places of its GPU; where no place is left, a context may get"
+            " OUT_OF_MEMORY (2), although memory is free"
+        )
+        remedy = f"request it, so that its places are counted: --connections {value}; or unset {MAX_CONNECTIONS}"
+        yield warn(because, remedy, f"pid {each.pid}", pid=each.pid, connections=value, places=takes)
 
 
 @check(
@@ -365,5 +391,5 @@ def _beyond_lease(each: ClientSeen, framework: Framework, demand: Demand, total:
         yield warn(because, remedy, subject, pid=each.pid, total=total, granted=each.granted)
 
 
-CLIENT_CHECKS: Final = (_ordinals, _framework)
+CLIENT_CHECKS: Final = (_ordinals, _connections, _framework)
 """In the order of the report."""

@@ -15,8 +15,9 @@ from msgspec import Struct, field
 from mpsd.core.dra.prepared import PreparedPod, PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
 from mpsd.core.kubernetes.settings import parse_processes, parse_uid
-from mpsd.core.model import Stop
-from mpsd.core.setting_parsers import choice
+from mpsd.core.model import Stop, Visible
+from mpsd.core.mps_facts import MOST_CONNECTIONS
+from mpsd.core.setting_parsers import choice, whole
 from mpsd.core.settings import Attach
 from mpsd.core.units import MIB, briefly
 
@@ -113,6 +114,10 @@ class Options(NamedTuple):
     """The maximum number of its client processes, or `any`."""
     stop: str | None = None
     """How its clients are ended."""
+    connections: int | None = None
+    """CUDA_DEVICE_MAX_CONNECTIONS of its clients."""
+    visible: str | None = None
+    """What CUDA_VISIBLE_DEVICES has."""
     user: int | None = None
     """The uid of its containers' programs, which gets access to the lease before they start."""
 
@@ -181,6 +186,8 @@ _PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "priority": _priority,
     "processes": parse_processes,
     "stop": choice(Stop),
+    "connections": whole(1, MOST_CONNECTIONS),
+    "visible": choice(Visible),
     "user": parse_uid,
 }
 
@@ -323,6 +330,8 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Opt
         client_priority=options.priority,
         processes=options.processes,
         stop=options.stop,
+        connections=options.connections,
+        visible=options.visible,
         user=options.user,
     )
     return Allocated(share, options.strictness is Attach.STRICT)

@@ -35,6 +35,8 @@ class PreparedShare(Struct, forbid_unknown_fields=True):
     client_priority: int | None = None
     processes: int | str | None = None
     stop: str | None = None
+    connections: int | None = None
+    visible: str | None = None
     user: int | None = None
 
 

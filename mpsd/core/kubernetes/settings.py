@@ -11,6 +11,7 @@ from mpsd.core import setting_parsers as parsers
 from mpsd.core.capabilities import READER
 from mpsd.core.configuration.document import decode, section_of
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.model import Visible
 from mpsd.core.quantities import PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, row, rows_of
 from mpsd.core.units import MIB, parse_duration, parse_size
@@ -130,6 +131,12 @@ class Settings:
         _ONE_PROCESS,
         parse_processes,
         "Maximum number of client processes of a container, or `any`: as `processes` of a lease.",
+    )
+    visible: Visible = row(
+        Visible.UUID,
+        parsers.choice(Visible),
+        "What `CUDA_VISIBLE_DEVICES` of a container has: the UUID of its GPU (`uuid`), or 0 (`index`), for programs"
+        " that read a number. With `index`, no container starts on a node that is not closed (`visible` of a lease).",
     )
     claim_deadline: float = row(
         300.0,

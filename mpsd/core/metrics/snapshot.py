@@ -104,7 +104,7 @@ def _of_gpus(node: NodeSnapshot) -> Numbers:
         families.GPU_THREADS_GRANTED: {labels: amount.threads / 1000 for labels, amount in granted.items()},
         families.GPU_THREADS_UNLEASED: {labels: amount.threads / 1000 for labels, amount in unleased.items()},
         families.GPU_CLIENTS_MAX: {(gpu.uuid,): clients_max(gpu) for gpu in known},
-        families.GPU_CLIENTS_GRANTED: {labels: amount.clients for labels, amount in granted.items()},
+        families.GPU_CLIENTS_GRANTED: {labels: amount.places for labels, amount in granted.items()},
     }
 
 

@@ -317,10 +317,6 @@ CLIENT_PRIORITY: Final = Setting(
 """The initial priority of the next clients: 0 is normal, 1 is below it. It is a hint and not a limit; mpsd keeps it at
 0, since a change of it slows down the clients of all other users."""
 
-CLIENT_PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
-"""The environment variable with which a client starts with another priority. Source: NVIDIA, "Multi-Process Service",
-environment variables."""
-
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, TypeAlias
 from msgspec import Meta, Struct, field
 
 from mpsd.client.answer_types import about, words
-from mpsd.core.model import GroupLife, Stop
+from mpsd.core.model import GroupLife, Stop, Visible
+from mpsd.core.mps_facts import MOST_CONNECTIONS
 from mpsd.daemon.api.table import RequestBody
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
@@ -119,6 +120,21 @@ class LeaseRequest(RequestBody, kw_only=True):
     client_priority: Annotated[
         Annotated[int, Meta(ge=0, le=1)] | None,
         about("The client priority of MPS: 0 is normal, 1 below normal; a hint. Driver 535 and newer."),
+    ] = None
+    connections: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_CONNECTIONS)] | None,
+        about(
+            "CUDA_DEVICE_MAX_CONNECTIONS of its clients; null: not set. The clients of a GPU share its connections, so"
+            " that a client with more than 2 takes several client places."
+        ),
+    ] = None
+    visible: Annotated[
+        Annotated[str, Meta(pattern=r"^(uuid|index)\Z")] | None,
+        words(Visible),
+        about(
+            "What `CUDA_VISIBLE_DEVICES` has: the UUID of the GPU, or 0, the number that it has under MPS. `index` is"
+            " refused where the node is not closed; null: `admission.visible`."
+        ),
     ] = None
     stop: Annotated[
         str,

@@ -322,6 +322,8 @@ def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
         labels=body.labels,
         request_id=body.request_id,
         client_priority=body.client_priority,
+        connections=body.connections,
+        visible=None if body.visible is None else model.Visible(body.visible),
         stop=model.Stop(body.stop),
         ttl=body.ttl,
     )

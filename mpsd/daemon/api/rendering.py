@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from functools import lru_cache
 from operator import attrgetter
 from typing import Final, TypeVar
 
@@ -32,15 +31,15 @@ from mpsd.core.model import (
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.canary.watch import Examination
 from mpsd.system import clock
+from mpsd.system.files.encoding import to_json
 
 _GPU_OF: Final = attrgetter("gpu")
 _PID_OF: Final = attrgetter("pid")
 
 
-@lru_cache(256)  # a lease is shown again and again
 def time(moment: datetime) -> str:
     """Return a time in RFC 3339, with Z for UTC."""
-    return moment.isoformat().replace("+00:00", "Z")
+    return to_json(moment)[1:-1].decode()
 
 
 def time_or_none(moment: datetime | None) -> str | None:
@@ -274,6 +273,8 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "processes": request.processes or 0,
         "priority": request.priority,
         "client_priority": request.client_priority,
+        "connections": request.connections,
+        "visible": request.visible,
         "stop": request.stop,
         "name": request.name,
         "labels": {**request.labels},

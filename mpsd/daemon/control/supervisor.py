@@ -14,7 +14,7 @@ from typing import Final
 
 from mpsd.core import holders, mps_facts
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
-from mpsd.core.gpus import driver_branch
+from mpsd.core.gpus import clients_max, driver_branch
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, GpuUsage, ProcessIdentity, Reading, Server
 from mpsd.core.mps_facts import Binds
@@ -194,6 +194,7 @@ class Supervisor:
             cannot_start_for=self._pipe_access.users,
             has_mem_limit=self.observer.has_mem_limit,
             has_client_priority=self.observer.has_client_priority,
+            clients_max=clients_max(self.gpu),
             limits_bind=self.limits_bind,
             client_end=self.pipe.waits_for,
             client_end_late=late,

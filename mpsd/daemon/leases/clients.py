@@ -100,18 +100,25 @@ class Clients:
             if found.lease is None or not found.counted:
                 continue
             lease, identity = found.lease, client.identity
-            attached = AttachedProcess(identity, client.gpu)
             if identity in lease.lost:  # it has become another program, and a server lists it again
                 lease = self._ledger.lose(lease.id, tuple(each for each in lease.lost if each != identity))
                 self._group_commit.change(lease)
+            others = tuple(each for each in lease.attached if (each.process, each.gpu) != (identity, client.gpu))
+            known = [each.places for each in lease.attached if each not in others]
+            least = [share.places for share in lease.shares if share.gpu == client.gpu]
+            attached = AttachedProcess(identity, client.gpu, max(client.places, *known, *least))
             if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
                 self._by_cgroup = None
                 facts = holders.group_name(proc.cgroup(identity.pid)).facts()  # first, since it may fail
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
-                lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
+                lease = self._ledger.attach(lease.id, (*others, attached), bearers)
+                crowding = self._ledger.crowding(client.gpu)
                 self._ceilings.note(lease)
                 facts |= {} if kernel_says else {"by": "token"}
-                self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
+                facts |= {"because": crowding} if crowding else {}
+                # Its connections may be known only later, once its environment was read.
+                event = None if known and not crowding else EventName.CLIENT_ATTRIBUTED
+                self._group_commit.change(lease, event, client=identity.pid, **facts)
 
     def lease_of(self, client: Client) -> AttributedClient:
         """Return a client with its lease: by its family, else by its control group, else by its token.
@@ -169,8 +176,8 @@ class Clients:
         # 4. The token comes last, since a process sets its own environment. It also finds room where the nearest lease
         #    has none. An unknown environment may have the token of a lease whose holder may have left
         #    the client behind.
-        attached = AttachedProcess(client.identity, client.gpu)
-        own = next((each for each in self._leases_of(client.identity) if attached in each.attached), None)
+        mine = self._leases_of(client.identity)
+        own = next((each for each in mine if client.identity in each.clients_on(client.gpu)), None)
         if own is not None:
             return AttributedClient(client, own, counted=True), client.identity not in own.bearers
         has_room = self._ledger.has_room

@@ -211,10 +211,8 @@ class NamedHolder(Struct, frozen=True):
     @classmethod
     def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
         """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
-        pid = watched.pid
-        cgroup = proc.cgroup(pid) or "/"
-        container = cgroup if watched.is_contained() else ""
-        return cls(HoldingProcess(watched.identity, watched.started, uid, container, cgroup), watched)
+        container = watched.cgroup() if watched.is_contained() else ""
+        return cls(HoldingProcess(watched.identity, watched.started, uid, container, watched.cgroup()), watched)
 
     @classmethod
     def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":

@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import structs
 
-from mpsd.core import gpus, health, holders
+from mpsd.core import health, holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Offer, Refusal
 from mpsd.core.errors import MpsdError, StorageError
@@ -354,10 +354,11 @@ class Node:
             if not self.unleased.includes(each.name for each in supervisors if each.state in ANSWERED):
                 self.inspect()
             self._is_offered = True
-            self._offers = [self._offer(each) for each in supervisors]
+            closed = health.is_closed(self.gpus.views())
+            self._offers = [self._offer(each, closed=closed) for each in supervisors]
         return self._offers
 
-    def _offer(self, supervisor: Supervisor) -> Offer:
+    def _offer(self, supervisor: Supervisor, *, closed: bool | None) -> Offer:
         """Return what a GPU offers now, by its hardware, the state of its control daemon, and the settings."""
         gpu, settings = supervisor.gpu, self.settings.current
         daemon = self.control_daemons.snapshot(supervisor)
@@ -368,7 +369,10 @@ class Node:
             pipe_directory=daemon.pipe_directory,
             threads=int(1000 * settings.admission.threads_oversubscription),
             memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
-            clients=gpus.clients_max(gpu) - wedge.PLACES,
+            clients=daemon.clients_max - wedge.PLACES,
+            clients_max=daemon.clients_max,
+            closed=closed,
+            visible=settings.admission.visible,
             smallest_share=settings.admission.smallest_share.tenths,
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,

@@ -36,9 +36,9 @@ class UnleasedClients:
         """
         sums, parts = {**self._sums}, dict[ClientKey, Amount]()
         for share in lease.shares:
-            part, key = room.part_of_client(lease, share), (share.gpu, lease.owner.uid)
-            for client in lease.clients_on(share.gpu):
-                parts[share.daemon, client] = part
+            key = share.gpu, lease.owner.uid
+            for client in (each for each in lease.attached if each.gpu == share.gpu):
+                part = parts[share.daemon, client.process] = room.part_of_client(lease, share, client)
                 sums[key] = sums.get(key, NOTHING) + part
         self._parts |= parts
         self._sums, self.charged = sums, _by_user(sums)

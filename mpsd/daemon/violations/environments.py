@@ -7,12 +7,13 @@ from typing import Final
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.attribution import LEASE, TOKEN
 from mpsd.core.model import Known, ProcessIdentity, Reading, Unknown
+from mpsd.core.mps_facts import MAX_CONNECTIONS
 from mpsd.core.signal import Signal
 from mpsd.system import clock
 from mpsd.system.processes import foreign_files, proc
 from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 
-_VARIABLES: Final = [*violations.VARIABLES, LEASE, TOKEN]
+_VARIABLES: Final = [*violations.VARIABLES, MAX_CONNECTIONS, LEASE, TOKEN]
 """The variables that are read from a client's environment."""
 
 _AGAIN: Final = 10.0

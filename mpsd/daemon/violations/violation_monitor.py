@@ -190,6 +190,7 @@ class ViolationMonitor:
         """The GPUs have to be read, and inspected, for the sake of findings."""
         self._settings, self._clients = settings, leases.clients
         self._find_lease = leases.ledger.find
+        self._crowding_on = leases.ledger.crowding
         self._endings = endings
         self._quarantine = quarantine
         self._log = log
@@ -304,7 +305,8 @@ class ViolationMonitor:
             if isinstance(environment, Unknown) and before is not None and before.environment is not None:
                 environment = Known(before.environment)
             inherited = self.environments.inherited(identity)
-            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid, inherited)
+            there = daemon.name, daemon.gpu, server.pid
+            return Client(identity, *there, opened, environment, uid, inherited, daemon.clients_max)
         return replace(known, opened=opened)
 
     def _note_faults(self, attached: Collection[AttributedClient]) -> None:
@@ -368,6 +370,7 @@ class ViolationMonitor:
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
+        unknown += filter(None, map(self._without_context, clients))
         own = {each.identity for each in clients}
         unknown += [each.because for each in self.doubts if each.lease == lease.id and each.process not in own]
         return verification.verify(
@@ -380,6 +383,12 @@ class ViolationMonitor:
         processes = {*holders.processes(lease), *lease.bearers, *held} - self.listed().keys()
         await self.visibility.read(processes)
         return not processes.isdisjoint(self.visibility.hidden)
+
+    def _without_context(self, client: Client) -> str:
+        """Say why a client may have no context although memory is free; empty where it has had one, or finds room."""
+        known = self._client_record.of((client.daemon, client.identity), client.server)
+        crowding = "" if known is not None and known.has_context else self._crowding_on(client.gpu)
+        return crowding and f"process {client.identity.pid} may have no context: {crowding}"
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
         """Return what the last reading of its GPU says about a client."""
@@ -446,7 +455,8 @@ class ViolationMonitor:
             share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
-                if because := violations.unknown(client, lease, share, memory=has_mem_limit):
+                unknown = violations.unknown(client, lease, share, memory=has_mem_limit)
+                if because := unknown or self._without_context(client):
                     yield Doubt(client.identity, lease.id, client.daemon, because)
             for each in may if counted else ():
                 yield Doubt(client.identity, each.id, client.daemon, violations.undecided(client, may))

@@ -204,7 +204,7 @@ class Driver(PodLeases):
 
     def _claim_share(self, claim: PreparedClaim, number: int, share: PreparedShare) -> LeaseAnswer:
         """Claim a lease for a share; a repeated call returns the same lease."""
-        optional = {"client_priority": share.client_priority, "stop": share.stop}
+        optional = {"client_priority": share.client_priority, "stop": share.stop, "connections": share.connections}
         return self._claim(
             share.gpu,
             Part(share.tenths, share.mebibytes),
@@ -213,6 +213,7 @@ class Driver(PodLeases):
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
+            visible=share.visible or self._settings.visible,
             **{name: value for name, value in optional.items() if value is not None},
         )
 

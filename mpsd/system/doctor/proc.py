@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -130,8 +130,10 @@ def _seen(found: Claims) -> ProcessSeen | None:
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 
-async def look(shares: Sequence[tuple[int, str, str, int]], reader: ForeignReader) -> tuple[ClientSeen, ...]:
-    """Inspect the processes of leases, each with its lease, its GPU and its memory there, without those gone.
+async def look(
+    shares: Sequence[tuple[int, str, str, int, Mapping[str, str]]], reader: ForeignReader
+) -> tuple[ClientSeen, ...]:
+    """Inspect the processes of leases, each with its lease, GPU, memory and environment there, without those gone.
 
     The processes of each owner are read at once, so that an owner of many makes doctor wait as long as one of few.
     """

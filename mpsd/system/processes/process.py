@@ -81,6 +81,7 @@ class Process:
         self._started: datetime | None = None
         self._alike = False
         self._contained: bool | None = None
+        self._cgroup = ""
 
     @property
     def pid(self) -> int:
@@ -105,6 +106,12 @@ class Process:
         seen = namespaces.sees_alike(self.pid)
         self._alike = seen == Known(value=True)
         return seen
+
+    def cgroup(self) -> str:
+        """Return the path of its control group at the first look; the root's where it shows none."""
+        if not self._cgroup:
+            self._cgroup = proc.cgroup(self.pid) or "/"
+        return self._cgroup
 
     def is_contained(self) -> bool:
         """Tell what `namespaces.is_contained` does, by the first look: no process leaves its container."""

@@ -5,6 +5,7 @@ import json
 import os
 import pwd
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -432,6 +433,32 @@ def test_run(node: Node) -> None:
     assert node.get(f"/v1/leases/{variables['MPSD_LEASE']}").json["owner"]["pid"] == process.pid
     assert variables.keys() == VARIABLES | {"MPSD_LEASE_TOKEN"}
     assert variables["CUDA_VISIBLE_DEVICES"] in {gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]}
+
+
+OTHERS = {"CUDA_MPS_CLIENT_PRIORITY": "1", "CUDA_MPS_SM_PARTITION": "GPU-1/x", "CUDA_MPS_PROTOCOL_VERSION": "3"}
+"""What another job, or another control daemon, may have left in the environment."""
+
+
+@pytest.mark.parametrize("how", ["run", "claim", "eval"])
+@pytest.mark.parametrize(
+    ("asked", "has"), [((), ""), (("--client-priority", "0"), "CUDA_MPS_CLIENT_PRIORITY=0\n")], ids=["plain", "asked"]
+)
+def test_nothing_of_another_job(node: Node, how: str, asked: tuple[str, ...], has: str) -> None:
+    """A program has the variables of MPS that its lease has, and none that mpsctl inherited from elsewhere."""
+    options = (*SHARE, *asked)
+    show = 'env | grep -E "^CUDA_MPS_(CLIENT|SM|PROTOCOL)"; exit 0'
+    environment = {**os.environ, **OTHERS}
+    if how == "run":
+        done = run_mpsctl(node.socket, "run", *options, "--", "sh", "-c", show, env=environment)
+    elif how == "claim":
+        claimed = json.loads(node.mpsctl("admit", *options, "--claim", "-o", "json").stdout)
+        environment["MPSD_LEASE_TOKEN"] = claimed["env"]["MPSD_LEASE_TOKEN"]
+        done = run_mpsctl(node.socket, "claim", claimed["id"], "--", "sh", "-c", show, env=environment)
+    else:
+        mpsctl = shlex.join(node.mpsctl_command("admit", *options, "-o", "env"))
+        script = f'eval "$({mpsctl})"; {show}'
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, has), done.stderr
 
 
 @pytest.mark.parametrize("set_by_user", [None, "C.UTF-8"])

@@ -119,11 +119,12 @@ class TestWrite:
     """The contents of a device, and the leases that have one."""
 
     def test_device(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """A device has the lease's environment, and only the pipe directory of the lease's control daemon."""
+        """A device has the lease's environment, no other client's, and only the lease's pipe directory."""
         lease = claim(gpu="1")
         path = write(node, directory, lease["id"])
         edits = device(path)
-        assert dict(each.split("=", 1) for each in edits["env"]) == lease["env"]
+        neutral = {"CUDA_MPS_CLIENT_PRIORITY": "0", "CUDA_MPS_PROTOCOL_VERSION": "2"}
+        assert dict(each.split("=", 1) for each in edits["env"]) == {**lease["env"], **neutral}
         mounted = [each["hostPath"] for each in edits["mounts"]]
         assert mounted == [str(node.pipe_directory("gpu1")), "/dev/shm"]
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from msgspec import structs
 
@@ -17,6 +17,9 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Admission, Placement
 from mpsd.core.units import MIB
 from tests.core.admission.scenarios import granted_on
+
+PLACES: Final = {None: 1, 8: 3, 32: 12}
+"""The client places that a client takes by its connections, on a GPU for 48 clients."""
 
 Kept: TypeAlias = dict[str, list[tuple[int, Amount, int | None]]]
 """By GPU the reservations there: for which uid, how much, and against which uid alone; None means against all."""
@@ -63,13 +66,15 @@ class HandLedger:
     @staticmethod
     def need(request: LeaseRequest, offer: Offer) -> Amount:
         """Return the amount of a request on a GPU."""
+        processes = request.processes or 1
+        clients = processes, processes * (PLACES[request.connections] - 1)
         if request.fraction is not None:
             part = Fraction(str(request.fraction))
             memory = max(math.floor(part * offer.memory / MIB), 1) * MIB
-            return Amount(math.floor(part * 1000), memory, request.processes or 1)
+            return Amount(math.floor(part * 1000), memory, *clients)
         assert request.threads is not None
         assert request.memory is not None
-        return Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
+        return Amount(request.threads.tenths, request.memory.bytes, *clients)
 
     def can_ever(self, request: LeaseRequest, offer: Offer) -> bool:
         """Return whether an empty GPU could grant it."""
@@ -82,7 +87,7 @@ class HandLedger:
             and (most_memory is None or each_memory <= most_memory.mebibytes)
             and need.threads <= offer.threads
             and need.memory <= offer.memory
-            and need.clients <= offer.clients
+            and need.places <= offer.clients
         )
 
     def candidates(self, request: LeaseRequest) -> list[Offer]:
@@ -98,12 +103,12 @@ class HandLedger:
         found = {"user"} if not offer.many_users and there - {lease.owner.uid} else set()
         found |= {"threads"} if taken.threads + need.threads > offer.threads else set()
         found |= {"memory"} if taken.memory + need.memory > offer.memory else set()
-        found |= {"clients"} if taken.clients + need.clients > offer.clients else set()
+        found |= {"clients"} if taken.places + need.places > offer.clients else set()
         for uid, amount, whose in kept.get(offer.gpu, []) if kept is not None and not found else []:
             if whose is not None and whose != lease.owner.uid:
                 continue
             total = taken + need + amount
-            over = total.threads > offer.threads or total.memory > offer.memory or total.clients > offer.clients
+            over = total.threads > offer.threads or total.memory > offer.memory or total.places > offer.clients
             alone = whose is None and not offer.many_users and uid != lease.owner.uid
             found |= {"turn"} if over or alone else set()
         return found
@@ -214,7 +219,7 @@ class HandLedger:
             Fraction(0),
             Fraction(taken.threads + need.threads - offer.threads, need.threads),
             Fraction(taken.memory + need.memory - offer.memory, need.memory),
-            Fraction(taken.clients + need.clients - offer.clients, need.clients),
+            Fraction(taken.places + need.places - offer.clients, need.places),
         )
 
     def lacks(self, lease: Lease) -> list[Fraction]:

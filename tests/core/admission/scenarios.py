@@ -53,9 +53,9 @@ def gpu(index: int) -> str:
     return f"GPU-{index}"
 
 
-def on(where: str, *pids: int) -> tuple[AttachedProcess, ...]:
-    """Return client processes of a lease on a GPU."""
-    return tuple(AttachedProcess(ProcessIdentity(pid, pid), where) for pid in pids)
+def on(where: str, *pids: int, places: int = 1) -> tuple[AttachedProcess, ...]:
+    """Return client processes of a lease on a GPU, each of which takes as many client places there."""
+    return tuple(AttachedProcess(ProcessIdentity(pid, pid), where, places) for pid in pids)
 
 
 def request(threads: float | None = None, memory: float | None = None, **more: Any) -> LeaseRequest:
@@ -142,13 +142,15 @@ class Desk:
 
 def granted_on(leases: Iterable[Lease], where: str) -> Amount:
     """Sum up what leases hold on a GPU, from the leases themselves."""
-    threads = memory = clients = 0
+    threads = memory = clients = extra = 0
     for lease in leases:
         for share in lease.shares:
             if share.gpu == where:
                 threads += share.threads.tenths
                 memory += share.memory.bytes
                 processes = lease.request.processes
-                there = sum(each.gpu == where for each in lease.attached)
-                clients += max(there, 1) if processes is None else processes
-    return Amount(threads, memory, clients)
+                there = [each.places for each in lease.attached if each.gpu == where]
+                may_be = max(len(there), 1) if processes is None else processes
+                clients += may_be
+                extra += sum(places - 1 for places in there) + (share.places - 1) * max(may_be - len(there), 0)
+    return Amount(threads, memory, clients, extra)

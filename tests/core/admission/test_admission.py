@@ -7,12 +7,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from mpsd.core import mps_facts
 from mpsd.core.admission.admission import Amount, Offer, Shortage, check, needs, never, share, why_never
-from mpsd.core.errors import ExceedsDaemonLimitError, InvalidRequestError, MpsdError, NeverFitsError
-from mpsd.core.model import LeaseRequest, Limits
+from mpsd.core.errors import (
+    DaemonNotReadyError,
+    DoesNotFitError,
+    ExceedsDaemonLimitError,
+    InvalidRequestError,
+    MpsdError,
+    NeverFitsError,
+    NotPermittedError,
+)
+from mpsd.core.model import AttachedProcess, LeaseRequest, Limits, ProcessIdentity, Visible
+from mpsd.core.mps_facts import CONNECTIONS
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
-from tests.core.admission.scenarios import gpu, offer, request
+from tests.core.admission.scenarios import Desk, gpu, offer, request
 
 THREADS: Final = ActiveThreadPercentage(250)
 MEMORY: Final = PinnedDeviceMemLimit(8192)
@@ -100,6 +110,120 @@ class TestNeeds:
         assert one.memory + other.memory <= memory
 
 
+class TestConnections:
+    """The connections of clients weigh in the places of their GPU."""
+
+    @pytest.mark.parametrize(
+        ("connections", "clients_max", "places"),
+        [
+            *((None, most, 1) for most in (16, 48, 60)),
+            *((2, most, 1) for most in (16, 48, 60)),
+            (1, 48, 1),
+            (3, 48, 2),
+            (8, 48, 3),
+            (8, 60, 4),
+            (32, 16, 4),
+            (32, 48, 12),
+            (32, 60, 15),
+        ],
+    )
+    def test_places(self, connections: int | None, clients_max: int, places: int) -> None:
+        """A client takes the places whose connections it has, at least one."""
+        at, what = offer(clients_max=clients_max), request(connections=connections, processes=2)
+        amount = need(what, at)
+        assert (amount.clients, amount.places) == (2, 2 * places)
+        place = share(at, amount, what)
+        assert (place.places, place.env.get("CUDA_DEVICE_MAX_CONNECTIONS")) == (
+            places,
+            None if connections is None else str(connections),
+        )
+
+    @pytest.mark.parametrize(("connections", "fit"), [(None, 47), (2, 47), (8, 15), (32, 3)])
+    def test_as_measured(self, connections: int | None, fit: int) -> None:
+        """As many leases fit as clients on a GPU with driver 580, less the place of a canary."""
+        desk = Desk(offer(clients=47))
+        for _ in range(fit):
+            desk.ask(1, 1, connections=connections)
+        with pytest.raises(DoesNotFitError) as refusal:
+            desk.ask(1, 1, connections=connections)
+        assert refusal.value.limit == "clients"
+
+    @given(st.lists(st.integers(1, 32), max_size=60), st.sampled_from([48, 60]))
+    def test_no_more_than_there_are(self, connections: list[int], clients_max: int) -> None:
+        """Whatever clients have together, all that are granted have less connections than did not fit when measured."""
+        desk, has = Desk(offer(clients=clients_max - 1, clients_max=clients_max, threads=10**6)), 0
+        for each in connections:
+            try:
+                desk.ask(0.1, 1 / 1024, connections=each)
+            except DoesNotFitError:
+                continue
+            has += each
+        assert has < CONNECTIONS
+
+    @pytest.mark.parametrize(
+        ("text", "connections"),
+        [("8", 8), ("0", 0), ("33", 32), ("9" * 5000, 32), ("", None), ("-1", None), ("x", None)],
+    )
+    def test_variable(self, text: str, connections: int | None) -> None:
+        """The variable of any program is read without harm: a nonsense one counts as none."""
+        assert mps_facts.connections(text) == connections
+        assert mps_facts.places(connections, 48) >= 1
+
+    def test_attached(self) -> None:
+        """A client that has more than its lease takes its own places, beside those of the clients to come."""
+        desk = Desk(offer(clients=47))
+        lease = desk.ask(4, 1, processes=2, connections=8)
+        assert desk.ledger.taken(gpu(0)).places == 6
+        heavy = AttachedProcess(ProcessIdentity(1, 1), gpu(0), 12)
+        desk.ledger.attach(lease.id, (heavy,))
+        assert desk.ledger.taken(gpu(0)) == Amount(40, GIB, 2, 13)
+        light = AttachedProcess(ProcessIdentity(2, 2), gpu(0), 3)
+        desk.ledger.attach(lease.id, (heavy, light))
+        assert desk.ledger.taken(gpu(0)).places == 15
+        desk.ledger.attach(lease.id, ())
+        assert desk.ledger.taken(gpu(0)).places == 6
+
+
+class TestVisible:
+    """CUDA_VISIBLE_DEVICES has a number only where that is known to be safe."""
+
+    NAME = "CUDA_VISIBLE_DEVICES"
+
+    @pytest.mark.parametrize("closed", [True, False, None])
+    @pytest.mark.parametrize("setting", [*Visible])
+    def test_of_the_settings(self, setting: Visible, closed: bool | None) -> None:  # noqa: FBT001
+        """The setting gives a number on a closed node only; on another one, the lease says why it has none."""
+        desk = Desk(offer(closed=closed, visible=setting))
+        lease = desk.ask(1, 1)
+        wants = setting is Visible.INDEX
+        assert lease.shares[0].env[self.NAME] == ("0" if wants and closed else gpu(0))
+        assert (self.NAME in lease.because) == (wants and not closed)
+        own = desk.ask(1, 1, visible=Visible.UUID)
+        assert (own.shares[0].env[self.NAME], self.NAME in own.because) == (gpu(0), False)
+
+    def test_requested(self) -> None:
+        """A request for a number is refused on an open node, and waits while the mode of a GPU is unknown."""
+        desk = Desk(offer(closed=False))
+        with pytest.raises(NotPermittedError) as refusal:
+            desk.ask(1, 1, visible=Visible.INDEX, wait=None)
+        assert refusal.value.limit == "visible"
+        desk.offers(offer(closed=None))
+        with pytest.raises(DaemonNotReadyError) as unknown:
+            desk.ask(1, 1, visible=Visible.INDEX)
+        assert unknown.value.limit == "health"
+        waits = desk.waits(1, 1, visible=Visible.INDEX)
+        assert (desk.settle(), desk.ledger.impossible()) == ([], [])
+        assert desk.offers(offer(closed=True)) == [waits.id]
+        assert desk.ledger.leases[waits.id].shares[0].env[self.NAME] == "0"
+        # Another one that waits for room is ended when the node is opened.
+        other = desk.waits(100, 1, visible=Visible.INDEX)
+        desk.offers(offer(closed=None))
+        assert desk.ledger.impossible() == []
+        desk.offers(offer(closed=False))
+        ((impossible, shortage),) = desk.ledger.impossible()
+        assert (impossible.id, shortage.limit, shortage.error) == (other.id, "visible", NotPermittedError)
+
+
 class TestShare:
     """A share on a GPU, and the environment that limits each process to its part."""
 
@@ -107,7 +231,7 @@ class TestShare:
         """The environment names the pipe directory, the GPU, and limits in MPS's own grammar."""
         what = request(33.3, 1.5)
         at = offer(3)
-        place = share(at, need(what, at))
+        place = share(at, need(what, at), what)
         assert (place.gpu, place.daemon, place.threads.tenths, place.memory.mebibytes) == (gpu(3), "gpu3", 333, 1536)
         assert place.env == {
             "CUDA_MPS_PIPE_DIRECTORY": "/run/mpsd/gpu3",
@@ -129,7 +253,7 @@ class TestShare:
     def test_parts(self, threads: float, memory: float, processes: int, percentage: str, limit: str) -> None:
         """Each of several processes gets its part, rounded down to a value that MPS accepts."""
         what = request(threads, memory, processes=processes)
-        place = share(offer(), need(what, offer()))
+        place = share(offer(), need(what, offer()), what)
         assert place.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
         assert place.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == limit
         assert place.threads == what.threads
@@ -145,7 +269,7 @@ class TestShare:
             assert (shortage.limit, shortage.error) == ("processes", InvalidRequestError)
             assert tenths < processes or mebibytes < processes
             return
-        env = share(at, amount).env
+        env = share(at, amount, what).env
         each = ActiveThreadPercentage.parse(env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]).tenths
         memory = env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].removeprefix("0=") + "iB"
         each_memory = PinnedDeviceMemLimit.parse(memory.replace("MiB", " MiB").replace("GiB", " GiB"))
@@ -196,7 +320,7 @@ class TestNever:
                 offer(clients=16),
                 NeverFitsError,
                 "clients",
-                "17 processes were requested, but MPS admits only 16 clients on the GPU",
+                "17 client processes were requested, but MPS admits only 16 clients on the GPU",
             ),
             (
                 request(1.9, 1, processes=20),

@@ -61,6 +61,7 @@ requests = st.builds(
     among=st.sampled_from((None, None, None, (gpu(0),), (gpu(1), gpu(2)))),
     gpus=st.sampled_from((1, 1, 1, 1, 2, 3)),
     processes=st.sampled_from((1, 1, 1, 2, 5, 30, None, None)),
+    connections=st.sampled_from((None, None, None, None, 8, 32)),
     priority=st.sampled_from((0, 0, 0, 0, 1, -1)),
 )
 fractions = st.builds(
@@ -278,8 +279,8 @@ class Node(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.books.leases)
-    @rule(which=picks, pids=st.sampled_from(((), (7,), (7, 8))))
-    def attach(self, which: int, pids: tuple[int, ...]) -> None:
+    @rule(which=picks, pids=st.sampled_from(((), (7,), (7, 8))), places=st.sampled_from((1, 1, 4)))
+    def attach(self, which: int, pids: tuple[int, ...], places: int) -> None:
         """Let clients come and go, but none of a lease without a holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         where = self.pick(lease.shares, which).gpu
@@ -289,13 +290,16 @@ class Node(RuleBasedStateMachine):
         if lease.request.processes is None:
             self.attach_any(lease, where, coming=6 * len(pids))
             return
-        clients = on(where, *pids)
+        clients = on(where, *pids, places=places)
         there = sum(each.gpu == where for each in lease.attached)
         assert self.ledger.has_room(lease, where) == (there < lease.request.processes)
         attached = self.ledger.attach(lease.id, clients)
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
         assert attached == structs.replace(lease, attached=clients, state=state)
         self.books.enter(attached)
+        if places > 1:
+            self.forget_head()  # a client with more places than those of its lease precedes waiting leases
+        self.settle()
 
     def attach_any(self, lease: Lease, where: str, coming: int) -> None:
         """Let clients of a lease for any number come, without taking another lease's place; or let one go."""
@@ -307,7 +311,7 @@ class Node(RuleBasedStateMachine):
             offer = books.offers.get(where)
             is_free = (
                 offer is None
-                or (granted_on(books.leases.values(), where) + offer.unleased).clients < offer.clients
+                or (granted_on(books.leases.values(), where) + offer.unleased).places < offer.clients
                 or all(each.gpu != where for each in lease.attached)
             )
             assert self.ledger.has_room(lease, where) == is_free
@@ -438,7 +442,9 @@ class Node(RuleBasedStateMachine):
             at = books.offers[share.gpu]
             assert at.refusal is None
             assert (share.daemon, share.env["CUDA_VISIBLE_DEVICES"]) == (at.daemon, at.gpu)
-            assert Amount(share.threads.tenths, share.memory.bytes, request.processes or 1) == books.need(request, at)
+            need = books.need(request, at)
+            assert (share.threads.tenths, share.memory.bytes) == (need.threads, need.memory)
+            assert share.places * (request.processes or 1) == need.places
 
     def check_refusal(self, refusal: MpsdError, lease: Lease, gpus: list[str]) -> None:
         """Check that a refusal is of the right kind, names a true limit, and has a hint."""

@@ -31,7 +31,9 @@ GOLDEN: Final = """\
           "CUDA_VISIBLE_DEVICES=GPU-5b1c",
           "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0",
           "MPSD_LEASE=lease-0123456789",
-          "MPSD_LEASE_TOKEN=5ec12e7"
+          "MPSD_LEASE_TOKEN=5ec12e7",
+          "CUDA_MPS_CLIENT_PRIORITY=0",
+          "CUDA_MPS_PROTOCOL_VERSION=2"
         ],
         "mounts": [
           {

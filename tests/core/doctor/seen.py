@@ -146,6 +146,7 @@ def client(pid: int = 500, **otherwise: Any) -> ClientSeen:
     usual: dict[str, Any] = {
         "arguments": ("python", "train.py"),
         "variables": Known({"CUDA_VISIBLE_DEVICES": GPU.uuid}),
+        "given": {"CUDA_VISIBLE_DEVICES": GPU.uuid},
     }
     return ClientSeen(pid, "lease-1", GPU.uuid, 8 * GIB, **{**usual, **otherwise})
 

@@ -60,6 +60,7 @@ LOST: Final[Any] = {
     "socket": SocketSeen(Path("/run/mpsd/mpsd.sock"), None),
 }
 SILENT: Final = Unknown("there is no answer")
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 MANY: Final = '[daemon]\nusers = "many"\n'
 VLLM: Final = ("python", "/opt/bin/vllm", "serve", "some-model")
 SGLANG: Final = ("python3.12", "-u", "-m", "sglang.launch_server", "--model-path", "some-model")
@@ -273,6 +274,19 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("many-users", settings(MANY, gpus(many_users=Unknown("it ignores flags"))), "unknown", "it ignores flags"),
     ("gpu-numbers", clients(client(variables=numbered("3"))), "fail", "CUDA_VISIBLE_DEVICES=3: under MPS it sees one"),
     ("gpu-numbers", clients(client(variables=numbered("0,1"))), "warn", "outside MPS, number 0 may be another GPU"),
+    (
+        "connections",
+        clients(client(variables=Known({CONNECTIONS: "32"}))),
+        "warn",
+        "it takes 12 of the 48 client places",
+    ),
+    (
+        "connections",
+        clients(client(variables=Known({CONNECTIONS: "32"}), given={CONNECTIONS: "8"})),
+        "warn",
+        "OUT_OF_MEMORY (2), although memory is free",
+    ),
+    ("connections", clients(client(variables=Unknown("/proc/500/environ"))), "unknown", "/proc/500/environ"),
     ("gpu-numbers", clients(client(variables=Unknown("/proc/500/environ"))), "unknown", "/proc/500/environ"),
     ("gpu-numbers", replace(WELL, clients=Unknown("no leases")), "unknown", "no leases"),
     (

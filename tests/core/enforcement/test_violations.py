@@ -70,7 +70,7 @@ def lease(
         request=request,
         arrival=percent,
         created=datetime.now(UTC),
-        shares=(share(OFFER, need),),
+        shares=(share(OFFER, need, request),),
         attached=tuple(AttachedProcess(each, GPU) for each in clients),
     )
 

@@ -33,7 +33,7 @@ def lease(number: int, tenths: int, after: float) -> Lease:
         request=LeaseRequest(ActiveThreadPercentage(tenths), PinnedDeviceMemLimit(1024)),
         arrival=number,
         created=granted,
-        shares=(share(OFFER, Amount(tenths, GIB, 1)),),
+        shares=(share(OFFER, Amount(tenths, GIB, 1), LeaseRequest()),),
         granted=granted,
     )
 

@@ -103,7 +103,7 @@ class TestConfiguration:
         """The claim's settings precede those of its class, one by one; other drivers' parameters are ignored."""
         config = [
             opaque(source="FromClass", processes=2, priority="below-normal"),
-            opaque(processes="any", stop="sigterm", user=1000),
+            opaque(processes="any", stop="sigterm", user=1000, connections=8),
             opaque(driver="gpu.nvidia.com", anything=1),
             opaque(requests=["another"], user=7),
         ]
@@ -113,7 +113,21 @@ class TestConfiguration:
         cluster.prepare(claim)
         (lease,) = cluster.held(pod)
         assert (lease["processes"], lease["client_priority"], lease["stop"]) == (0, 1, "sigterm")
-        assert lease["owner"]["uid"] == 1000
+        assert (lease["owner"]["uid"], lease["connections"]) == (1000, 8)
+
+    def test_visible(self, make_cluster: MakeCluster) -> None:
+        """A claim may ask for a number, on a closed node alone."""
+        cluster = make_cluster(control=None, config='[daemon]\ncompute_mode = "exclusive-process"\n')
+        wait_until(
+            lambda: cluster.node.get("/v1/gpus").json["gpus"][0]["compute_mode"] == "exclusive-process",
+            what="the node to be closed",
+        )
+        pod = cluster.pod(cluster.claim(config=[opaque(visible="index")]))
+        container = pod.start("main")
+        assert container.variables["CUDA_VISIBLE_DEVICES"] == "0"
+        assert container.variables["CUDA_MPS_PROTOCOL_VERSION"] == "2"
+        pod.delete()
+        cluster.await_nothing()
 
     @pytest.mark.parametrize(
         ("parameters", "sentence"),
@@ -121,6 +135,8 @@ class TestConfiguration:
             ({"strictnes": "strict"}, "did you mean strictness?"),
             ({"strictness": "very"}, 'strictness = \'very\': it is not one of "anytime", "strict"'),
             ({"priority": 7}, 'priority = 7: it is not one of "normal", "below-normal"'),
+            ({"connections": 33}, "connections = 33: it is not a whole number from 1 to 32"),
+            ({"visible": "number"}, 'visible = \'number\': it is not one of "uuid", "index"'),
             ({"processes": 0}, "processes = 0: it is not a whole number from 1 to 1000"),
             ({"processes": True}, "processes = True: it is not a whole number"),
             ({"stop": ["sigterm"]}, 'stop = [\'sigterm\']: it is not one of "terminate", "sigterm"'),

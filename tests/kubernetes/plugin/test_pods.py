@@ -17,6 +17,7 @@ from tests.simulated_clients import outside
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 GIB = 2**30
+CLOSED = '[daemon]\ncompute_mode = "exclusive-process"\n'
 TWO = {"RESOURCES": "threads-and-memory"}
 ROOT = {"uid": 0, "gid": 0}
 
@@ -58,6 +59,34 @@ class TestSlices:
         assert started["name"] == "default/pod-0/main"
         pod.delete()
         await_idle(cluster)
+
+    @pytest.mark.parametrize("settings", [{}, TWO])
+    def test_visible(self, make_cluster: MakeCluster, settings: dict[str, str]) -> None:
+        """The settings may give containers a number, on a closed node alone: elsewhere none starts, and it says why.
+
+        A container has no variable of MPS by its image that its lease does not have.
+        """
+        requests = {CORE: 25, MEMORY: 4} if settings else {SLICE: 25}
+        cluster = make_cluster(control=None, settings={**settings, "VISIBLE": "index"}, config=CLOSED)
+        wait_until(
+            lambda: cluster.node.get("/v1/gpus").json["gpus"][0]["compute_mode"] == "exclusive-process",
+            what="the node to be closed",
+        )
+        pod = cluster.create({"main": requests})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert (lease["visible"], container.variables["CUDA_VISIBLE_DEVICES"]) == ("index", "0")
+        assert container.variables["CUDA_MPS_CLIENT_PRIORITY"] == "0"
+        assert container.variables["CUDA_MPS_PROTOCOL_VERSION"] == "2"
+        pod.delete()
+        await_idle(cluster)
+        cluster.node.reload("")
+        wait_until(
+            lambda: cluster.node.get("/v1/gpus").json["gpus"][0]["compute_mode"] == "default",
+            what="the node to be open",
+        )
+        with pytest.raises(RefusedError, match="the node is not closed"):
+            cluster.create({"main": requests}).start("main")
 
     def test_program(self, make_cluster: MakeCluster) -> None:
         """The container's program finds its GPU under MPS, within its limits."""

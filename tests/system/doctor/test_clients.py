@@ -15,7 +15,7 @@ from mpsd.system.processes.foreign_reader import ForeignReader
 def looked(pid: int) -> ClientSeen | None:
     async def read() -> ClientSeen | None:
         async with ForeignReader() as reader:
-            return next(iter(await look([(pid, "lease-1", "GPU-1", 7)], reader)), None)
+            return next(iter(await look([(pid, "lease-1", "GPU-1", 7, {})], reader)), None)
 
     return asyncio.run(read())
 

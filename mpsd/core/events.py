@@ -70,7 +70,8 @@ class EventName(StrEnum):
         "The record of compute modes cannot be stored.", "the compute modes cannot be stored: {because}")
     DAEMON_STATE = ("daemon_state", "info warning error", "daemon state before on because pid",
         "The state of a control daemon has changed.", "{daemon} is {state}: {because}")
-    DAEMON_DEATH = ("daemon_death", "warning", "daemon how cause verdict delay suspects cgroups",
+    DAEMON_DEATH = ("daemon_death", "warning",
+        "daemon how cause verdict delay suspects cgroups command? clients? hint? uid? lease?",
         "A control daemon has died.", "{daemon} died: {how}; {verdict}")
     OPERATION_BEGUN = ("operation_begun", "info", "daemon operation verb because",
         "An operator's command takes effect on a control daemon.", "{daemon}: {verb} began: {because}")
@@ -278,7 +279,7 @@ FACTS: Final = {
     "before": "The previous state.",
     "by": "`token` if only the lease's token shows that the process belongs to it.",
     "bytes": "The number of bytes removed.",
-    "cause": "The reason why a server is suspect; of a death, the signal, `exit`, or `start` if it could not start.",
+    "cause": "The reason why a server is suspect; of a death, the signal, `exit`, `quit` of others, or `start`.",
     "cgroup": "The control group that holds the lease, or that is quarantined.",
     "cgroups": "The control groups that may have caused it: those of containers whose root had access.",
     "client": "The pid of a client process.",

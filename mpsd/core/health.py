@@ -430,8 +430,11 @@ def _quarantined(each: Quarantined) -> Reason:
 def _suspect(each: Suspect) -> Reason:
     times = f"{each.crashes} time{'s' if each.crashes > 1 else ''}"
     who = who_said(each.who)
-    because = f"{who} had pipe access when a control daemon crashed: {times} lately, {each.alone} of them alone"
-    return Reason(Kind.SUSPECT, who, because, "for the crashes, and the others with pipe access: mpsctl events")
+    because = (
+        f"{who} had pipe access when a control daemon crashed, or got a `quit`: {times} lately, {each.alone} of them"
+        " alone"
+    )
+    return Reason(Kind.SUSPECT, who, because, "for these deaths, and the others with pipe access: mpsctl events")
 
 
 def _not_ready(daemon: Daemon) -> Reason:

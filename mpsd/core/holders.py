@@ -166,9 +166,11 @@ def origin(holder: Holder) -> str:
     It is the outermost group that is named like a pod or container, so that root in there cannot leave it for a group
     of its own making.
     """
-    path = holder.group.path if isinstance(holder, HoldingGroup) else holder.container
-    if not path:
-        return ""
+    return outermost(holder.group.path if isinstance(holder, HoldingGroup) else holder.container)
+
+
+def outermost(path: str) -> str:
+    """Return the outermost group in a path that is named like a pod or container, or the whole path."""
     parts = path.split("/")
     ends = (number for number, part in enumerate(parts, 1) if any(each.match(part) for each in (_POD, _SCOPE, _BARE)))
     return "/".join(parts[: next(ends, None)])

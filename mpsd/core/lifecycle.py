@@ -19,7 +19,8 @@ class State(StrEnum):
     READY = "ready"
     """It answers, and every limit read back."""
     UNRESPONSIVE = "unresponsive"
-    """It runs and does not answer within the deadline. It is left alone: its clients may be fine."""
+    """It runs and does not answer within the deadline, or others told it to quit. It is left alone: its clients may be
+    fine."""
     HELD = "held"
     """It is ready, and an operator has stopped admission."""
     DRAINING = "draining"

@@ -314,7 +314,7 @@ class Enforcement:
         2,
         "Number of crashes of control daemons within `enforcement.crash_window` after which mpsd quarantines a uid, or"
         " the control group of a container of root. It had pipe access at each of these crashes, and alone at one of"
-        " them.",
+        " them. Of foreign `quit`s it takes one more, and mpsd saw it send one of them.",
     )
     crash_window: float = duration_row(
         3600.0, "How long a crash of a control daemon counts against the uids and containers that had pipe access."

@@ -11,7 +11,7 @@ take what they get: as soon as all programs together hold more than the leases h
 import random
 import signal
 import sys
-import time
+from contextlib import suppress
 from typing import Any, Final
 
 import pytest
@@ -136,9 +136,11 @@ class Titles:
         """Stop a control daemon, a server, or a program, for a moment."""
         daemon = self.node.daemons()[self.dice.choice([HONEST, GREEDY])]
         pids = [daemon["pid"], *(each["pid"] for each in daemon["servers"]), *(each.pid for each in self.programs)]
-        if pid := self.dice.choice(pids):
-            with stopped(pid):
-                time.sleep(self.dice.random())
+        with suppress(ProcessLookupError):  # it has ended
+            if pid := self.dice.choice(pids):
+                with stopped(pid):
+                    for _ in range(self.dice.randrange(300)):
+                        self.node.get("/healthz")
 
     # -- what holds ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +152,10 @@ class Titles:
 
     def check(self) -> None:
         """Wait until all serve again, and check who is named and who was ended."""
-        wait_until(lambda: self.node.get("/readyz").status == 200, what="mpsd to be ready", deadline=60)
+        try:
+            wait_until(lambda: self.node.get("/readyz").status == 200, what="mpsd to be ready", deadline=60)
+        except AssertionError as error:
+            raise AssertionError(f"{self.node.get('/v1/status').json['reasons']}") from error
         for program in self.here(HONEST):
             assert program.process.poll() is None, f"{program.pid} was ended; the log is {self.node.stderr}"
         has = sum(SIZES) * GIB

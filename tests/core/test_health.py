@@ -175,7 +175,7 @@ def test_uids() -> None:
         (
             Kind.SUSPECT,
             "uid 1002",
-            "uid 1002 had pipe access when a control daemon crashed: 2 times lately, 1 of them alone",
+            "uid 1002 had pipe access when a control daemon crashed, or got a `quit`: 2 times lately, 1 of them alone",
         ),
     ]
     assert node.warnings[0].hint == "lift the quarantine: mpsctl pardon 1001"

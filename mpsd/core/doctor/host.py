@@ -23,9 +23,10 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
-from mpsd.core.doctor.parts import FRONT_END, MPSD, USUAL
+from mpsd.core.doctor.parts import FRONT_END, MPSD
 from mpsd.core.doctor.processes import is_elsewhere, living
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps.control_daemons import USUAL
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size
 

@@ -1,4 +1,4 @@
-"""The parts in MPS that a process can have, and where its clients look."""
+"""The parts in MPS that a process can have."""
 
 from typing import Final
 
@@ -11,7 +11,3 @@ UNREAD: Final = "process of MPS"
 """The part of a process that the kernel calls as NVIDIA's programs, and whose arguments are not known."""
 
 MPSD: Final = "mpsd"
-
-USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
-"""The default pipe directories where CUDA_MPS_PIPE_DIRECTORY is not set; only root from R615 on uses the second, with
-protocol 3 (NVIDIA's documentation)."""

@@ -20,11 +20,12 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
-from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD, USUAL
+from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
 from mpsd.core.frameworks import Demand, Framework
 from mpsd.core.gpus import clients_max
 from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
+from mpsd.core.mps.control_daemons import USUAL, Whose, described, whose
 from mpsd.core.mps.daemon_flags import FOREGROUND
 from mpsd.core.mps_facts import CLIENTS_VOLTA, MAX_CONNECTIONS, connections
 from mpsd.core.units import MIB, format_size
@@ -69,11 +70,16 @@ def _quit(each: ProcessSeen, directory: str) -> str:
     return f"when its clients have exited: {service_first(each.group)}{by_hand}"
 
 
-def _is_own(seen: Observed, each: ProcessSeen) -> bool:
-    directory = each.pipe_directory
-    return (
-        directory is not None and Path(directory).parent == seen.settings.paths.runtime_dir / "mps" and not each.apart
-    )
+def _control_daemons(seen: Observed, wanted: Whose) -> Iterator[tuple[ProcessSeen, str]]:
+    """Yield the control daemons that are so, each with its pipe directory, as far as their environments are known."""
+    answers = known(seen.service.answers)
+    for each in living(seen):
+        if each.part == DAEMON and not isinstance(each.variables, Unknown):
+            directory = each.pipe_directory or ""
+            is_ours = each.pid in answers.daemons if answers is not None else _looks_like_ours(seen, each)
+            ours = {each.pid} if is_ours else set[int]()
+            if whose(each.pid, directory, ours, seen.settings.paths.runtime_dir, apart=each.apart) is wanted:
+                yield each, directory or USUAL[0]
 
 
 def _reported(seen: Observed) -> frozenset[int]:
@@ -97,7 +103,7 @@ def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
     """
     log_directory = (known(each.variables) or {}).get("CUDA_MPS_LOG_DIRECTORY")
     name = Path(each.pipe_directory or "").name
-    return FOREGROUND in each.arguments and log_directory == str(seen.settings.paths.log_dir / name)
+    return not each.apart and FOREGROUND in each.arguments and log_directory == str(seen.settings.paths.log_dir / name)
 
 
 @check(
@@ -107,14 +113,8 @@ def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
 )
 def _foreign(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
-    answers = known(seen.service.answers)
-    for each in living(seen):
-        if each.part != DAEMON or not _is_own(seen, each):
-            continue
-        if each.pid in answers.daemons if answers is not None else _looks_like_ours(seen, each):
-            continue
-        directory = each.pipe_directory or ""
-        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory} that mpsd did not start"
+    for each, directory in _control_daemons(seen, Whose.FOREIGN):
+        because = f"{described(each.pid, each.uid, directory)} that mpsd did not start"
         because += ", and speaks protocol 3, which mpsd does not" if _speaks_3(each) else ""
         remedy = f"{_quit(each, directory)}; mpsctl reset {Path(directory).name}"
         yield _found(Verdict.FAIL, each, because, remedy, Path(directory).name)
@@ -137,14 +137,11 @@ def _speaks_3(each: ProcessSeen) -> bool:
 def _usual(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     there = set()
-    for each in living(seen):
-        directory = each.pipe_directory or USUAL[0]
-        if each.part != DAEMON or isinstance(each.variables, Unknown) or directory not in USUAL:
-            continue
+    for each, directory in _control_daemons(seen, Whose.USUAL):
         there.add(directory)
         because = (
-            f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, the directory that clients use by"
-            " default: such clients run on its GPUs with its limits, not with those of mpsd"
+            f"{described(each.pid, each.uid, directory)}, the directory that clients use by default: such clients run"
+            " on its GPUs with its limits, not with those of mpsd"
         )
         yield _found(Verdict.FAIL, each, because, _quit(each, directory), directory)
     for usual in seen.files.usual:
@@ -170,17 +167,12 @@ def _usual(seen: Observed) -> Iterator[Finding]:
 )
 def _other(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
-    for each in living(seen):
-        directory = each.pipe_directory
-        if each.part != DAEMON or directory is None or directory in USUAL:
-            continue
-        if _is_own(seen, each) or each.pid in _reported(seen):
-            continue
+    for each, directory in _control_daemons(seen, Whose.OTHER):
         devices = (known(each.variables) or {}).get("CUDA_VISIBLE_DEVICES", "")
         if devices and _sees_none(seen, devices):
             continue
         where = f"{directory} of another container" if each.apart else directory
-        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {where} that sees"
+        because = f"{described(each.pid, each.uid, where)} that sees"
         because += f" CUDA_VISIBLE_DEVICES={devices}" if devices else " all GPUs"
         because += ": its clients share GPUs with mpsd's clients, and mpsd does not count them"
         yield _found(Verdict.WARN, each, because, _quit(each, directory), directory)

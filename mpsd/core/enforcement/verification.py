@@ -158,7 +158,9 @@ def _on(
     result = [_client(lease, share, each, held.get(each.identity), found, memory=memory) for each in there]
     for identity, process in held.items():
         if identity not in known:
-            result.append(_stranger(lease, share, identity, process, hidden))
+            outside = (each for each in found if each.kind is ViolationKind.OUTSIDE and each.process == identity)
+            wrong = next((each for each in outside if each.daemon == share.daemon), None)
+            result.append(_stranger(lease, share, identity, process, hidden, wrong=wrong))
     unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
     result += [_unseen(lease, share, each.process, each, hidden) for each in unseen]
     # Where a lease has bearers, its holders are gone, or are clients.
@@ -224,11 +226,18 @@ def _stranger(
     identity: ProcessIdentity,
     process: GpuProcess,
     hidden: Mapping[ProcessIdentity, str],
+    *,
+    wrong: Violation | None,
 ) -> VerifiedProcess:
     """Judge a process of a lease that uses the GPU of a share, and that no server lists."""
     pid = identity.pid
-    if process.mps:
-        because = f"process {pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
+    if wrong is not None:
+        verdict, because, hint = Verdict.VIOLATION, wrong.because, wrong.hint
+    elif process.mps:
+        because = (
+            f"process {pid} is a client of MPS according to NVML, but {share.daemon} does not list it: it connects at"
+            " this moment, or is a client of another control daemon"
+        )
         verdict, hint = Verdict.UNKNOWN, ""
     else:
         lacks = violations.lacks(share, identity, hidden)

@@ -27,6 +27,7 @@ from mpsd.core.model import (
     ViolationKind,
     Who,
 )
+from mpsd.core.mps.control_daemons import OtherDaemon
 from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
 from mpsd.core.units import briefly, format_alike
@@ -36,6 +37,12 @@ VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for
 """The variables in a lease's environment that decide which GPU a client uses, and how much of it."""
 
 RUN: Final = "start the program again under a lease: mpsctl run"
+
+PERSISTS: Final = 1.0
+"""Seconds for which a finding must persist before it counts that honest programs cause for a moment."""
+
+_LISTED: Final = 3.0
+"""The same for a client of MPS that no server of mpsd's lists: mpsd may still have to ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class Violation:
     own: bool = field(default=True, compare=False)
     """Whether the violation is proven and caused by the process itself. mpsd reports any other one, and ends no
     process."""
+    lasts: float = field(default=PERSISTS, compare=False)
+    """Seconds for which it must persist before it counts, if honest programs cause its kind for a moment."""
 
 
 class Doubt(NamedTuple):
@@ -432,6 +441,30 @@ def of_outside(
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)
 
 
+def of_other_daemon(
+    lease: Lease, share: Share, identity: ProcessIdentity, others: Sequence[OtherDaemon], directory: str = ""
+) -> Violation:
+    """Judge a process of a lease that uses its GPU through a control daemon which is not mpsd's.
+
+    It is a server of it, or a client by NVML. `others` are those that it may be. `directory` is the pipe directory of
+    no control daemon of mpsd's that the client was started with: it proves that the client is none of mpsd's, which are
+    all listed.
+    """
+    is_server = any(identity.pid in each.servers for each in others)
+    part = "a server" if is_server else "a client"
+    where = " or ".join(map(str, others)) or f"it was started with {PIPE_DIRECTORY}={briefly(directory)}"
+    because = (
+        f"process {identity.pid} of lease {lease.id} is {part} of another control daemon on the GPU of {share.daemon},"
+        f" without limits: {where}"
+    )
+    hint = (
+        "mpsd runs MPS, so take the lines out of the job that start it (nvidia-cuda-mps-control -d), set its CUDA_MPS_*"
+        f" variables, and end it; then {again(lease)}"
+    )
+    own = is_server or bool(directory)
+    return Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint, own=own, lasts=_LISTED)
+
+
 # -- processes of another user than the owner of their lease -----------------------------------------------------------
 
 # They are in the family of the lease, and not its clients. Entrypoints, cron jobs and prologs do this: root takes out a
@@ -503,9 +536,6 @@ _BY_NVML: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
 _MOMENTARY: Final = _BY_NVML | {ViolationKind.PROCESSES}
 """The kinds of violation that honest programs cause for a moment."""
 
-PERSISTS: Final = 1.0
-"""Seconds for which such a finding must persist before it counts."""
-
 
 def suspected(
     found: Collection[Violation],
@@ -522,7 +552,7 @@ def suspected(
     with a reading, so `read` tells whether the GPUs were read since the last look.
     """
     since = {each: before.get(each, now) for each in found if each.kind in _MOMENTARY and each not in counted}
-    return {each: at for each, at in since.items() if now < at + PERSISTS or (each.kind in _BY_NVML and not read)}
+    return {each: at for each, at in since.items() if now < at + each.lasts or (each.kind in _BY_NVML and not read)}
 
 
 def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation], last: float) -> float | None:
@@ -532,7 +562,7 @@ def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation
     shows what it holds to NVML alone, so the GPUs are read each second while there is one. `last` is the time of the
     last such reading: there is at most one a second, since any user can cause findings at any rate.
     """
-    due = [at + PERSISTS for at in suspected.values()]
+    due = [at + each.lasts for each, at in suspected.items()]
     if any(each.kind is ViolationKind.LIMITS for each in found):
         due.append(last + PERSISTS)
     return max(min(due), last + PERSISTS) if due else None
@@ -541,7 +571,7 @@ def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation
 def doubts_about(suspected: Iterable[Violation], lease_id: str) -> list[str]:
     """Describe the findings about a lease that do not count yet: until they do, its state is unknown."""
     return [
-        f"{each.because}; that is a violation if it lasts for {PERSISTS:g} s"
+        f"{each.because}; that is a violation if it lasts for {each.lasts:g} s"
         for each in suspected
         if each.lease == lease_id
     ]

@@ -143,8 +143,8 @@ UNKNOWN_LINES: Final = _counter(
 )
 DEATHS: Final = _counter(
     "mpsd_daemon_deaths",
-    "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, or `start` if it could not be"
-    " started.",
+    "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, `quit` of others, or `start` if"
+    " it could not be started.",
     "daemon",
     "cause",
 )

@@ -128,6 +128,11 @@ def changes_something(line: str) -> bool:
     return row is not None and row.changes
 
 
+def is_quit(line: str) -> bool:
+    """Tell whether a command in the log is a `quit`."""
+    return words(line)[:1] == ["quit"]
+
+
 # -- parsing -----------------------------------------------------------------------------------------------------------
 
 

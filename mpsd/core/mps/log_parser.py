@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from mpsd.core.mps.commands import changes_something, is_mark, nonce_of
+from mpsd.core.mps.commands import changes_something, is_mark, is_quit, nonce_of
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, DEVICE, LIMITS, Limit, LimitValue
 
 # -- log events --------------------------------------------------------------------------------------------------------
@@ -34,6 +34,11 @@ class ForeignCommand:
     """
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuitRefused:
+    """`Not enough privilege to execute quit command`, for any user but root and the daemon's own uid (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class ClientsChanged:
 
 LogEvent = (
     ForeignCommand
+    | QuitRefused
     | Unaccounted
     | DaemonStarted
     | ServerStarting
@@ -185,6 +191,8 @@ who can write such lines in a loop. The server is asked, at most once a second."
 
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
 """The stamp before the text of each line."""
+
+_QUIT_REFUSED: Final = "Not enough privilege to execute quit command"
 
 _MOST_REMEMBERED: Final = 32
 """Maximum number of unknown lines that are kept, the latest last."""
@@ -427,6 +435,8 @@ class LogReader:
         self.origin = origin
         self.last_nonce = ""
         """The nonce of the last conversation of mpsd's in the log."""
+        self.is_quit_open = False
+        """Whether the foreign conversation at this position has given a `quit` that was not refused."""
         self.unknown = 0
         """The number of unknown lines."""
         self.latest: deque[str] = deque(maxlen=_MOST_REMEMBERED)
@@ -454,9 +464,12 @@ class LogReader:
             if text.startswith("Cmd:"):
                 self._command(text.removeprefix("Cmd:"), events)
             elif text == "NEW UI":
-                self.origin = CommandOrigin.UNKNOWN
+                self.origin, self.is_quit_open = CommandOrigin.UNKNOWN, False
             elif text == "UI closed":
-                self.origin = CommandOrigin.NOBODYS
+                self.origin, self.is_quit_open = CommandOrigin.NOBODYS, False
+            elif text == _QUIT_REFUSED and self.is_quit_open:
+                self.is_quit_open = False
+                events.append(QuitRefused())
             else:
                 self._other(stamp, text, line, events)
         return events
@@ -472,6 +485,7 @@ class LogReader:
         if self.origin is CommandOrigin.FOREIGN:
             changes = changes_something(command)
             events.append(ForeignCommand(command) if changes else Unaccounted(command[:_MOST_WORDS]))
+            self.is_quit_open = self.is_quit_open or is_quit(command)
 
     def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
         known = find_known(text)

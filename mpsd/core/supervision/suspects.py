@@ -1,15 +1,19 @@
-"""The uids and control groups that may have crashed a control daemon, and those that mpsd quarantines for it. Pure.
+"""The uids and control groups that may have ended a control daemon, and those that mpsd quarantines for it. Pure.
 
 Any user who can connect to a control daemon can crash it (measured, drivers 470 to 555), and nothing shows which user
 did: its log ends. All uids with pipe access are therefore suspects, and a uid is named as the cause only if no other
 had access. No access list keeps root out, in a container neither. The control group of its container stands for it, and
 root outside containers is no suspect.
+
+A control daemon takes a `quit` from root and from its own uid alone (measured, drivers 470 to 555). Root outside
+containers sends most of them, so nobody is convicted of some only because no other container had access: the kernel
+must have shown the sender of one.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -70,17 +74,51 @@ class LetIn(Struct, frozen=True):
         return " and ".join([*named, *["uids that are not known"] * self.others]) or "nobody"
 
 
+class Sender(NamedTuple):
+    """The process that gave a control daemon a command, as the kernel showed it at that moment."""
+
+    pid: int
+    uid: int
+    group: str = ""
+    """The control group of its container; empty for a process outside containers."""
+    lease: str = ""
+
+    def __str__(self) -> str:
+        """Describe it, for a sentence."""
+        where = [f"in control group {self.group}"] * bool(self.group) + [f"of lease {self.lease}"] * bool(self.lease)
+        return " ".join([f"pid {self.pid} (uid {self.uid})", *where])
+
+
+class Quit(NamedTuple):
+    """A `quit` by others than mpsd, after which a control daemon ends with its last client."""
+
+    command: str
+    sender: Sender | None = None
+    """None where it was not seen: a daemon without a server ends within a millisecond, and the front-end with it."""
+
+    def let_in(self, access: LetIn) -> LetIn:
+        """Return who may have sent it: the one that was seen, else those of root's containers that had access."""
+        if self.sender is None:
+            return LetIn(groups=access.groups, others=True)
+        return LetIn(groups=(self.sender.group,) if self.sender.group else ())
+
+
 class Crash(Struct, frozen=True):
-    """A suspect death: the control daemon, the time (seconds of the monotonic clock), and who had access."""
+    """A suspect death: the control daemon, the time (seconds of the monotonic clock), and who may have caused it."""
 
     daemon: str
     at: float
     let_in: LetIn
+    quit: bool = False
+    """Whether a `quit` ended it, and no fault of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantinePolicy:
-    """The number of crashes within a window that is too many for a uid or control group that had access at each."""
+    """The number of crashes within a window that is too many for a uid or control group that had access at each.
+
+    Of `quit`s it takes one more: a program may end with one by mistake.
+    """
 
     crashes: int = 2
     window: float = 3600.0
@@ -110,8 +148,13 @@ def to_quarantine(crashes: Sequence[Crash], policy: QuarantinePolicy, now: float
 
     Who was never alone is not among them, because somebody else may have caused the crashes.
     """
-    counting = suspects(recent(crashes, policy, now))
-    return tuple(each for each in counting if each.crashes >= policy.crashes and each.alone)
+    counting, kinds = recent(crashes, policy, now), {False: policy.crashes, True: policy.crashes + 1}
+    return tuple(
+        each
+        for is_quit, most in kinds.items()
+        for each in suspects(crash for crash in counting if crash.quit is is_quit)
+        if each.crashes >= most and each.alone
+    )
 
 
 def without(crashes: Iterable[Crash], who: Collection[Who]) -> tuple[Crash, ...]:

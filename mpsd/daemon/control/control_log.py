@@ -19,8 +19,10 @@ from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Server, UnknownLines
 from mpsd.core.mps import log_parser
+from mpsd.core.mps.commands import is_quit
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.core.signal import Signal
+from mpsd.core.supervision.suspects import Quit, Sender
 from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
@@ -55,7 +57,7 @@ _LATE: Final = 1.0
 _PAUSE: Final = 0.05
 """Seconds between two checks of a FIFO that the daemon does not read."""
 
-_OF_CONVERSATIONS: Final = (log_parser.ForeignCommand, log_parser.Unaccounted)
+_OF_CONVERSATIONS: Final = (log_parser.ForeignCommand, log_parser.QuitRefused, log_parser.Unaccounted)
 
 
 class Foreign(NamedTuple):
@@ -81,6 +83,7 @@ class _Reading(msgspec.Struct, forbid_unknown_fields=True):
     """The foreign commands up to that position whose effect is unknown yet."""
     is_unaccounted: bool = False
     """Whether there may have been more of them."""
+    quit: Quit | None = None
 
 
 class ControlLog:
@@ -92,6 +95,8 @@ class ControlLog:
         """The log has an entry for which the daemon has to be queried at once."""
         self.doubted = Signal[()]()
         """The log has an entry after which a server may handle a fatal fault."""
+        self.quit_given = Signal[()]()
+        """`is_quit_open` may be true now."""
         self.changed = Signal[()]()
         """The health of the servers is another one, or whether the log shows anything."""
         self._record = Record(paths.reading, _Reading, log)
@@ -112,6 +117,8 @@ class ControlLog:
         """The commands of others so far."""
         self._explained = Foreign()
         """The commands of others whose effect is known."""
+        self.quit = stored.quit
+        """The last foreign `quit` to this daemon that was not refused, by its log, which any user may have forged."""
         self._daemon = 0
         """The pid of the running control daemon."""
         self._seen = stored.servers
@@ -119,9 +126,7 @@ class ControlLog:
         of an earlier mpsd may have written entries that it has not read."""
         self._reaped: int | None = None
         """The kernel's counter for the daemon's dead children at the last reported end of one."""
-        self._paths = paths
-        self._log = log
-        self._bounded = bounded
+        self._paths, self._log, self._bounded = paths, log, bounded
         self._watch = DirectoryWatch(paths.log_directory, self._read_by_itself)
         self._control = LogFollower(paths.control_log, stored.control)
         # It is unknown how a server opens its log, and a server that does not append to it must not have the log
@@ -134,10 +139,9 @@ class ControlLog:
         """Whether the log had anything since the last check for which the daemon has to be queried."""
         self._last_line = ""
         self._complaints: dict[EventName, str] = {}
-        self._freed = 0
-        """The bytes that were removed from the logs, and are not reported yet."""
-        self._shortened_logged_at = -inf
-        """When bytes were last reported (monotonic clock)."""
+        self._freed, self._shortened_logged_at = 0, -inf
+        """The bytes that were removed from the logs, and are not reported yet; and when bytes were last reported
+        (monotonic clock)."""
         self.serving = stored.serving
         """Whether the servers serve."""
 
@@ -170,6 +174,7 @@ class ControlLog:
         self.key = secrets.token_hex(8)
         self._reader.add_key(self.key)
         self.serving.forget_failures()
+        self.quit = None
         self.note_explained(self.foreign)  # they were given to the previous one
         self._last_line = ""
         self._store()
@@ -232,6 +237,25 @@ class ControlLog:
         self._explained, late = foreign, self.foreign.commands - foreign.commands
         self.unexplained = self.unexplained[-late:] if late else ()
         self._store()
+
+    @property
+    def is_quit_open(self) -> bool:
+        """Whether the foreign conversation that gave the `quit` lasts, and who holds it is not known."""
+        return self._reader.is_quit_open and self.quit is not None and self.quit.sender is None
+
+    def note_sender(self, sender: Sender) -> None:
+        """Note who holds that conversation."""
+        assert self.quit is not None  # noqa: S101 - `is_quit_open`
+        self.quit = self.quit._replace(sender=sender)
+        self._store()
+
+    @property
+    def ending(self) -> str:
+        """Why the daemon accepts no client any more, by a `quit` whose sender the kernel showed; empty if it does."""
+        if self.quit is None or self.quit.sender is None:
+            return ""
+        command, sender = self.quit
+        return f"it got the command {command!r} of {sender}: it accepts no client, and ends after its last one"
 
     def forget(self) -> None:
         """Forget the process of a daemon that is gone."""
@@ -301,6 +325,7 @@ class ControlLog:
 
     def _note_events(self, events: Sequence[log_parser.LogEvent]) -> None:
         believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
+        self._note_quits(events)
         foreign = [event.text for event in events if isinstance(event, log_parser.ForeignCommand)]
         unaccounted = sum(isinstance(event, log_parser.Unaccounted) for event in events)
         self.foreign = Foreign(self.foreign.commands + len(foreign), self.foreign.unaccounted + unaccounted)
@@ -320,6 +345,18 @@ class ControlLog:
         )
         if any(isinstance(each, log_parser.REASONS_TO_DOUBT) for each in events):
             self.doubted.send()
+
+    def _note_quits(self, events: Sequence[log_parser.LogEvent]) -> None:
+        """Note the last `quit` that was not refused: the refusal follows the command."""
+        before = self.quit
+        for event in events:
+            match event:
+                case log_parser.ForeignCommand(text=text) if is_quit(text):
+                    before, self.quit = self.quit, Quit(text[:_MOST_WORDS])
+                case log_parser.QuitRefused():
+                    self.quit = before
+        if events and self.is_quit_open:
+            self.quit_given.send()
 
     def _believed(self, events: Sequence[log_parser.LogEvent]) -> Iterator[log_parser.LogEvent]:
         """Yield the log entries about servers that the kernel or the daemon itself has shown to be the daemon's.
@@ -367,7 +404,8 @@ class ControlLog:
     def _store(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
         read = self._reader.origin, self._control.position, self._server.position, self.serving
-        self._record.store(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
+        missed = self._may_have_missed_commands
+        self._record.store(_Reading(self.key, *read, self._seen, self.unexplained, missed, self.quit))
 
     def _shorten(self) -> None:
         """Keep both files within their size; unread lines are never removed."""

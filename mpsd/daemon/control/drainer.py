@@ -58,6 +58,8 @@ class DaemonLeases:
     """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
     stop: Callable[[ProcessIdentity], Stop]
     """How a client is ended, as its lease requests."""
+    around: Callable[[int], Iterable[Lease]]
+    """Returns the leases of a process by its family or control groups, the nearest first."""
 
 
 class Drainer:

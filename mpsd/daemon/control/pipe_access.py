@@ -398,7 +398,7 @@ def _contained(lease: Lease) -> set[str]:
     return holders.origins(lease) if _is_let_in(lease.owner.uid) else set()
 
 
-async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
+async def connected_to(sockets: Collection[Path]) -> dict[int, int | None]:
     """Return the processes that are connected to a daemon, according to the kernel, each with its real uid.
 
     One of them has the daemon's only seat. Those that mpsd cannot see are returned as process 0. Raises OSError.
@@ -406,11 +406,28 @@ async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
     return await asyncio.to_thread(_connected, sockets)
 
 
-def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
-    peers = {inode for each in sockets for inode in sock_diag.connected(each)}
+def _connected(sockets: Collection[Path]) -> dict[int, int | None]:
+    peers = _peers(sockets)
     found = process_table.holding(peers)
-    unseen = peers.difference(*found.values())
-    return {pid: proc.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))
+    # Those of mpsd's own front-ends that were turned away meanwhile are nobody's any more.
+    lasting = peers & _peers(sockets)
+    unseen = lasting.difference(*found.values())
+    return {pid: proc.real_uid(pid) for pid in found if found[pid] & lasting} | dict.fromkeys(range(bool(unseen)))
+
+
+def _peers(sockets: Collection[Path]) -> set[int]:
+    return {inode for each in sockets for inode in sock_diag.connected(each)}
+
+
+async def only_connected(sockets: Collection[Path]) -> tuple[int, int] | None:
+    """Return the only process beside mpsd's own that is connected to a daemon, with its real uid.
+
+    None if there is none, or several, or one that mpsd cannot see. Raises OSError.
+    """
+    found = await connected_to(sockets)
+    others = [(pid, uid) for pid, uid in found.items() if not pid or proc.parent(pid) != os.getpid()]
+    pid, uid = others[0] if len(others) == 1 else (0, None)
+    return (pid, uid) if pid and uid is not None else None
 
 
 def named(connected: Mapping[int, int | None]) -> str:

@@ -17,7 +17,7 @@ from mpsd.core.lifecycle import ANSWERED, Event, State, step
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.signal import Signal
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, dated, decide, recent
-from mpsd.core.supervision.suspects import Crash, LetIn, is_suspect
+from mpsd.core.supervision.suspects import Crash, LetIn, Quit, is_suspect
 from mpsd.daemon.control.pipe_access import LetInRecord, Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
@@ -28,6 +28,12 @@ _GRACE: Final = 10.0
 
 _CONVERSATIONS: Final = 20
 """More conversations with a control daemon than one round ever needs; each has its deadline."""
+
+NO_QUIT: Final = (
+    "take `echo quit | nvidia-cuda-mps-control` out of the program or job script that has it: mpsd starts and ends the"
+    " control daemons; to replace one: mpsctl restart"
+)
+"""The remedy for a foreign `quit`."""
 
 _DOUBT_SPACING: Final = 1.0
 """Seconds between two questions for doubts."""
@@ -177,11 +183,15 @@ class Ended(NamedTuple):
     """Whether there was a process at all."""
     listened: bool = False
     """Whether it had made its socket, so that other processes could reach it."""
+    quit: Quit | None = None
+    """The `quit` of others that it has obeyed."""
+    clients: tuple[int, ...] = ()
+    """The pids of the clients that ended with it."""
 
     @property
     def cause(self) -> str:
         """The end in a word, as metrics count it."""
-        return self.signal or ("exit" if self.started else "start")
+        return self.signal or ("quit" if self.quit is not None else "exit" if self.started else "start")
 
 
 class _Tally(Struct, forbid_unknown_fields=True):
@@ -204,21 +214,26 @@ class DeathTally:
     def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
         """Note a death, and return the decision that follows from it and the earlier ones.
 
-        A crash of a daemon that listened names those who may have caused it, and does not count towards giving up:
-        nobody must be able to disable the GPU, and no access list keeps root out of the socket, in a container without
-        a lease neither. After somebody is quarantined for it, the deaths with that access are forgotten.
+        A crash of a daemon that listened, and its obedience to a `quit`, name those who may have caused it, and do not
+        count towards giving up: nobody must be able to disable the GPU, and no access list keeps root out of the
+        socket, in a container without a lease neither. After somebody is quarantined for it, the deaths with that
+        access are forgotten.
         """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         jitter = random.random()  # noqa: S311 - it is no secret
         let_in, how, is_crash = LetIn(), ended.how, ended.listened and is_suspect(ended.signal)
-        if is_crash:
+        if is_crash or ended.quit is not None:
             let_in = self._let_in.so_far.and_(groups=self._quarantine.remaining_groups())
+        if is_crash:
             how = f"{how}; {let_in if let_in.anybody else 'root alone'} had pipe access"
-        death = Death(now, how, let_in.known, counts=not is_crash)
+        if ended.quit is not None:
+            let_in = ended.quit.let_in(let_in)
+        death = Death(now, how, let_in.known, counts=not (is_crash or ended.quit))
         deaths = (*recent(self._deaths, policy, now), death)
         decision = dated(decide(deaths, policy, now, jitter), deaths, now, clock.now())
         self._note(deaths, decision)
-        if let_in.known and (shut_out := {*self._quarantine.crashed(Crash(self._let_in.daemon, now, let_in))}):
+        crash = Crash(self._let_in.daemon, now, let_in, quit=ended.quit is not None)
+        if let_in.known and (shut_out := {*self._quarantine.crashed(crash)}):
             deaths = tuple(each for each in deaths if not shut_out & {*each.suspects})
             named = ", ".join(sorted(map(who_said, shut_out)))
             decision = replace(decide(deaths, policy, now, jitter), because=f"{how}; quarantined for it: {named}")
@@ -231,6 +246,7 @@ class DeathTally:
             delay=decision.delay,
             suspects=list(let_in.uids),
             cgroups=list(let_in.groups),
+            **_facts(ended),
         )
         return decision
 
@@ -243,6 +259,17 @@ class DeathTally:
         gives_up = decision is not None and decision.verdict is RestartVerdict.GIVE_UP
         self._deaths, self.failed = deaths, decision.because if decision is not None and gives_up else None
         self._record.store(_Tally(deaths, self.failed))
+
+
+def _facts(ended: Ended) -> dict[str, object]:
+    """Return what an event says of a `quit`."""
+    if ended.quit is None:
+        return {}
+    facts: dict[str, object] = {"command": ended.quit.command, "clients": list(ended.clients), "hint": NO_QUIT}
+    sender = ended.quit.sender
+    if sender is not None:
+        facts |= {"uid": sender.uid} | ({"lease": sender.lease} if sender.lease else {})
+    return facts
 
 
 class Heartbeat:

@@ -6,11 +6,13 @@ are noted and wake the loop. The state has one writer, `_move`, which stamps it,
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from itertools import chain
+from math import inf
 from typing import Final
 
-from mpsd.core import mps_facts
+from mpsd.core import holders, mps_facts
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.gpus import clients_max, driver_branch
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
@@ -21,20 +23,21 @@ from mpsd.core.settings import Settings
 from mpsd.core.signal import Signal
 from mpsd.core.supervision.drain import Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
+from mpsd.core.supervision.suspects import Quit, Sender
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
-from mpsd.daemon.control.limits import WantedLimits, prove
+from mpsd.daemon.control.limits import Proof, WantedLimits, prove
 from mpsd.daemon.control.observer import Observer, Survivors
-from mpsd.daemon.control.pipe_access import PipeAccess, Quarantine
+from mpsd.daemon.control.pipe_access import PipeAccess, Quarantine, only_connected
 from mpsd.daemon.control.process import LISTEN_POLL, Instance
 from mpsd.daemon.control.replacement import Replacement, StoppedServers
-from mpsd.daemon.control.state import DeathTally, Ended, Heartbeat, Lifecycle, Questions, longest_round
+from mpsd.daemon.control.state import NO_QUIT, DeathTally, Ended, Heartbeat, Lifecycle, Questions, longest_round
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram
-from mpsd.system.processes import proc, process
+from mpsd.system.processes import namespaces, proc, process
 from mpsd.system.processes.foreign_reader import ForeignReader
 from mpsd.system.processes.process import Process
 
@@ -43,6 +46,12 @@ _CALM: Final = 2.0
 
 _TICK: Final = 1.0
 """Seconds between two checks of the process."""
+
+_LOOKS: Final = 0.5
+"""Seconds between two looks for the sender of a `quit`: any user can cause them."""
+
+_MOST_NAMED: Final = 8
+"""Maximum leases that a sentence names."""
 
 _EVENTS: Final = {
     Intent.RUN: Event.RESUME,
@@ -123,6 +132,10 @@ class Supervisor:
         """Whether it has not searched yet for what an earlier mpsd left."""
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
+        self._looking: asyncio.Task[None] | None = None
+        """The present look for the sender of a `quit`."""
+        self._looked = -inf
+        """When the last one began (monotonic clock)."""
         self._due = 0.0
         """When the next action is due: the end of a delay, the deadline of a start, or the next proof of life."""
         self._wake = asyncio.Event()
@@ -135,6 +148,7 @@ class Supervisor:
         self._instance.ended.connect(self._wake.set)
         self._control_log.urgent.connect(self._wake.set)
         self._control_log.doubted.connect(self.questions.doubt)
+        self._control_log.quit_given.connect(self._look_soon)
         self.limits.changed.connect(self.questions.ask)
         self.questions.requested.connect(self._wake.set)
         self.replacement.requested.connect(self._wake.set)
@@ -343,8 +357,40 @@ class Supervisor:
         finally:
             self.drainer.close()
             self.questions.close()
+            if self._looking is not None:
+                self._looking.cancel()
             self._control_log.close()
             self._instance.close()
+
+    def _look_soon(self) -> None:
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look_for_sender())
+
+    async def _look_for_sender(self) -> None:
+        """Find out who has given the daemon a `quit`, while that conversation lasts: the daemon has one at a time."""
+        # It is not alone there while a front-end of mpsd tries to get the seat.
+        while self._control_log.is_quit_open:
+            await asyncio.sleep(self._looked + _LOOKS - clock.monotonic())
+            self._looked = clock.monotonic()
+            with contextlib.suppress(OSError):  # then it is said that the sender was not seen
+                await self._note_sender()
+
+    async def _note_sender(self) -> None:
+        found = await only_connected(self._pipe_access.paths.control_sockets)
+        if found is None or not proc.is_trusted(found[1]):
+            return  # it is not the only one, or was refused
+        pid, uid = found
+        group, lease = proc.cgroup(pid), next(iter(self._leases.around(pid)), None)
+        if namespaces.is_contained(pid):
+            group = holders.outermost(group or "/")
+        else:
+            held = holders.origins(lease) if lease is not None else ()
+            group = next((each for each in held if holders.is_within(group, each)), "")
+        self._control_log.read()  # last: it was this process if the conversation has not ended
+        if self._control_log.is_quit_open:
+            self._control_log.note_sender(Sender(pid, uid, group, lease.id if lease is not None else ""))
+            if self.state in RUNNING:
+                self._move(Event.SILENT, self._control_log.ending, NO_QUIT)
 
     async def _check_servers(self) -> None:
         """Check the servers of dead control daemons, and stopped ones; an unused daemon is replaced with the latter."""
@@ -561,10 +607,13 @@ class Supervisor:
         self.questions.begin()
         async with self.pipe.whole:
             found = await prove(self._instance.running, self._instance, self.limits, self._pipe_access, self._log)
-        # 1. A daemon that was just started may be silent until its deadline.
-        # 2. Where an operator has stopped admission, the proof and the stop are one move: no grant falls between them.
-        # 3. The silence of a daemon that has ended is no event: its exit follows, and says more.
-        # 4. Any other result moves the state by itself.
+        # 1. A daemon that has accepted a `quit` accepts no client, whether it answers or not.
+        # 2. A daemon that was just started may be silent until its deadline.
+        # 3. Where an operator has stopped admission, the proof and the stop are one move: no grant falls between them.
+        # 4. The silence of a daemon that has ended is no event: its exit follows, and says more.
+        # 5. Any other result moves the state by itself.
+        if because := self._control_log.ending:
+            found = Proof(Event.SILENT, because, NO_QUIT)
         if found.event is Event.SILENT and not found.reached and is_patient:
             return found.event
         if found.event is Event.VERIFIED:
@@ -622,6 +671,8 @@ class Supervisor:
         ended = self._instance.take_exit()
         if words and self._instance.is_fresh:
             ended = ended._replace(how=f"{ended.how}, and its last log line was {words!r}")
+        if ended.listened and ended.signal is None and self._control_log.quit is not None:
+            ended = self._obeyed(ended, self._control_log.quit, chain.from_iterable(served.values()))
         self.observer.forget()
         self._control_log.forget()
         # 1. mpsd made it quit, so this is no death.
@@ -637,15 +688,27 @@ class Supervisor:
                 self.survivors.await_end({server}, clients, f"its control daemon died: {ended.how}")
             self._record_death(ended)
 
+    def _obeyed(self, ended: Ended, command: Quit, clients: Iterable[ProcessIdentity]) -> Ended:
+        """Return an end with the `quit` that led to it: who sent it, and the clients whose work ended with it."""
+        roots = [each.id for each in self._leases.on(self.name) if proc.is_trusted(each.owner.uid)][:_MOST_NAMED]
+        has = f"; root's leases there: {', '.join(roots)}" if roots else ""
+        sender = str(command.sender or f"a process that had ended before mpsd saw it (only root can send it{has})")
+        how = f"{ended.how}, by the command {command.command!r} of {sender}"
+        lost = tuple(sorted(each.pid for each in clients if proc.lives(each)))
+        if lost:
+            how += f"; the work of its clients ended with it: {holders.processes_said(lost)}"
+        return ended._replace(how=how, quit=command, clients=lost)
+
     def _record_death(self, ended: Ended) -> None:
         """Note a death, and carry out the tally's decision."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
+        hint = NO_QUIT if ended.quit is not None else None
         if decision.verdict is RestartVerdict.GIVE_UP:
             self._move(Event.DIED, decision.because, self._reset_hint, then=Event.GAVE_UP)
         elif decision.verdict is RestartVerdict.AT_ONCE and self._wanted:
             # The kernel has just proved that the daemon is gone, so no search is necessary: clients wait for nothing.
-            self._move(Event.DIED, decision.because, then=Event.COOLED)
+            self._move(Event.DIED, decision.because, hint, then=Event.COOLED)
             self._start()
         else:
-            self._move(Event.DIED, decision.because)
+            self._move(Event.DIED, decision.because, hint)

@@ -1,4 +1,4 @@
-"""The uids and control groups that get no lease because they crashed control daemons, until they are pardoned.
+"""The uids and control groups that get no lease because they ended control daemons, until they are pardoned.
 
 A uid loses its access to all control daemons. Root in a container keeps it, so its leases end.
 """
@@ -120,6 +120,8 @@ class Quarantine:
             because = (
                 f"it had pipe access at {each.crashes} crashes of control daemons, and at {each.alone} of them alone"
             )
+            if crash.quit:
+                because = f"it had pipe access when {each.crashes} control daemons got a `quit`, and sent {each.alone}"
             self._quarantined[each.who] = Quarantined(each.who, clock.now(), because)
         self._forget_gone()
         try:

@@ -60,7 +60,11 @@ class ControlDaemons:
         self._touched = asyncio.Event()
         """Set, and replaced, at each change."""
         self._daemon_leases = DaemonLeases(
-            leases.ledger.on, leases.release, leases.completeness.unrestored, leases.clients.stop
+            leases.ledger.on,
+            leases.release,
+            leases.completeness.unrestored,
+            leases.clients.stop,
+            leases.clients.leases_with,
         )
         gpus.reported.connect(self._doubt)
         endings.suspected.connect(self.watches.suspect)

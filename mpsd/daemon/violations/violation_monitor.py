@@ -13,7 +13,7 @@ from msgspec import Struct
 from mpsd.core import gpus, holders
 from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
-from mpsd.core.enforcement.attribution import AttributedClient, share_on
+from mpsd.core.enforcement.attribution import LEASE, AttributedClient, share_on
 from mpsd.core.enforcement.ceiling import continued
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.server_health import FAULT
@@ -38,6 +38,8 @@ from mpsd.core.model import (
     ViolationKind,
     Who,
 )
+from mpsd.core.mps import control_daemons
+from mpsd.core.mps.control_daemons import COMM, USUAL, OtherDaemon, Whose
 from mpsd.core.mps_facts import Binds
 from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.core.reload import LiveSettings
@@ -195,6 +197,10 @@ class ViolationMonitor:
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
         self.environments = Environments(reader, self._clients.ancestors_without_a_lease)
+        self._also_read: set[ProcessIdentity] = set()
+        """The processes beside the listed clients whose environments the last inspection used."""
+        self._others: dict[str, list[OtherDaemon]] = {}
+        """By GPU, the control daemons that are not mpsd's, as far as the last inspection had to know them."""
         self.visibility = MountVisibility(reader)
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
@@ -280,7 +286,8 @@ class ViolationMonitor:
                         environment = found.environment.value if isinstance(found.environment, Known) else None
                         known[key] = KnownClient(server.pid, found.opened, has_context, environment)
         self._seen = seen
-        self.environments.forget_all_but({identity for _, identity in seen})
+        self.environments.forget_all_but({identity for _, identity in seen} | self._also_read)
+        self._also_read, self._others = set(), {}
         self._client_record.store(known)
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
@@ -486,7 +493,10 @@ class ViolationMonitor:
             too_much = self._too_much(lease, held, share, servers)
             if too_much is not None:
                 yield too_much
-            outside = [each for each, on in held.items() if not on.mps and each not in servers]
+            unlisted = {each: on for each, on in held.items() if each not in servers and each not in lease.lost}
+            elsewhere = {each.process: each for each in self._of_other_daemons(lease, share, unlisted)}
+            yield from elsewhere.values()
+            outside = [each for each, on in unlisted.items() if not on.mps and each not in elsewhere]
             yield from violations.of_outside(lease, share, outside, self.visibility.hidden)
 
     def _find_undecided(self, servers: Mapping[ProcessIdentity, int]) -> Iterator[Violation]:
@@ -503,6 +513,69 @@ class ViolationMonitor:
     def _pool(self, client: Client) -> tuple[str, tuple[str, ...]]:
         """Return the GPU of a client whose lease cannot be known, and the leases that it may belong to."""
         return client.gpu, tuple(sorted(each.id for each in self._clients.may_belong_to(client)))
+
+    def _of_other_daemons(
+        self, lease: Lease, share: Share, unlisted: Mapping[ProcessIdentity, GpuProcess]
+    ) -> Iterator[Violation]:
+        """Judge those of a lease's processes that are clients or servers of control daemons that are not mpsd's."""
+        # 1. A server, whose parent is such a control daemon.
+        # 2. Of clients nothing is said while mpsd's own control daemon may have more than it lists.
+        # 3. A client by NVML that was started with another pipe directory than those of mpsd, whoever serves it.
+        # 4. Any other client by NVML that is not listed, where such a control daemon has a server on the GPU.
+        if unlisted and share.gpu not in self._others:  # for all of its leases at once
+            self._others[share.gpu] = [*self._others_on(share.gpu)]
+        mine, others = self._daemons[share.daemon], self._others.get(share.gpu, [])
+        names_all = mine.state in ANSWERED and all(
+            each.is_known and each.lists_clients and not each.orphan and 0 not in each.clients for each in mine.servers
+        )
+        for identity, on in unlisted.items():
+            its = [each for each in others if identity.pid in each.servers]
+            if its:
+                yield violations.of_other_daemon(lease, share, identity, its)
+            elif on.mps and names_all and (directory := self._other_directory(identity)) is not None:
+                there = [each for each in others if directory in {"", each.directory}]
+                if directory or there:
+                    yield violations.of_other_daemon(lease, share, identity, there, directory)
+
+    def _other_directory(self, identity: ProcessIdentity) -> str | None:
+        """Return the pipe directory that a process was started with; empty if it is mpsd's, or cannot be known.
+
+        None while it is being read.
+        """
+        variables = self._variables_of(identity)
+        if self.environments.is_unread(identity):
+            return None
+        directory = variables.get(violations.PIPE_DIRECTORY, USUAL[0]) if variables is not None else ""
+        return "" if control_daemons.is_mpsds(directory, self._settings.current.paths.runtime_dir) else directory
+
+    def _variables_of(self, identity: ProcessIdentity) -> Mapping[str, str] | None:
+        """Return the variables that a process was started with, once they are known; they are read once."""
+        self._also_read.add(identity)
+        found = self.environments.of(identity)
+        return found.value if isinstance(found, Known) else None
+
+    def _others_on(self, gpu: str) -> Iterator[OtherDaemon]:
+        """Yield the control daemons that are not mpsd's and have a server on a GPU.
+
+        Their names are their own claim: they choose the words of a finding, and the kernel and NVML prove it.
+        """
+        ours = {each.process.identity.pid for each in self._daemons.values() if each.process is not None}
+        servers, usage = dict[int, set[int]](), self.usages.get(gpu)
+        for pid, on in usage.value.processes.items() if isinstance(usage, Known) else ():
+            parent = proc.parent(pid) if not on.mps and proc.command_of(pid) == COMM else None
+            if parent is not None and proc.command_of(parent) == COMM:
+                servers.setdefault(parent, set()).add(pid)
+        for pid, own in servers.items():
+            identity = proc.identify(pid)
+            variables = (self._variables_of(identity) if identity is not None else None) or {}
+            directory = variables.get(violations.PIPE_DIRECTORY, USUAL[0]) if variables else ""
+            if control_daemons.whose(pid, directory, ours, self._settings.current.paths.runtime_dir) is Whose.MPSD:
+                continue
+            parent, uid, named = proc.parent(pid) or 0, proc.real_uid(pid), self._find_lease(variables.get(LEASE, ""))
+            lease = next(self._clients.leases_with(pid), named)
+            lease_id = lease.id if lease is not None and lease.owner.uid == uid else ""
+            starter = parent if any(each.id == lease_id for each in self._clients.leases_with(parent)) else 0
+            yield OtherDaemon(pid, uid, directory, frozenset(own), lease_id, starter)
 
     def _attributed(self, lease: Lease, gpu: str) -> int:
         """Return the bytes that the processes of a lease hold on a GPU."""

@@ -8,18 +8,16 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from mpsd.core.doctor.parts import DAEMON, FRONT_END, MPSD, SERVER, UNREAD, USUAL
+from mpsd.core.doctor.parts import DAEMON, FRONT_END, MPSD, SERVER, UNREAD
 from mpsd.core.model import Known
 from mpsd.core.mps import daemon_flags
+from mpsd.core.mps.control_daemons import COMM, USUAL
 from mpsd.system.host import host_environment
 from mpsd.system.processes import foreign_files, namespaces, proc
 from mpsd.system.processes.foreign_files import Environment
 
 _CONTROL_PROGRAM: Final = "nvidia-cuda-mps-control"
 _SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
-
-COMM: Final = "nvidia-cuda-mps"
-"""The kernel's name for both of NVIDIA's programs, cut to 15 bytes. Source: proc(5), /proc/PID/comm."""
 
 _MOST: Final = 1 << 16
 """Maximum bytes of the variables of a process."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.finding import FilesSeen, LoggedVersions, PipeDirectorySeen, Space
-from mpsd.core.doctor.parts import USUAL
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.mps.control_daemons import USUAL
 from mpsd.core.mps.log_parser import parse
 from mpsd.core.settings import Settings
 from mpsd.system.doctor.machine import denied, last_lines

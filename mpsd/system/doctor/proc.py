@@ -12,9 +12,10 @@ from mpsd.core import frameworks
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
 from mpsd.core.doctor.parts import DAEMON, UNREAD
 from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.mps.control_daemons import COMM
 from mpsd.core.sanitize import text
 from mpsd.system.doctor import claims
-from mpsd.system.doctor.claims import COMM, Claims, Program
+from mpsd.system.doctor.claims import Claims, Program
 from mpsd.system.doctor.machine import reading
 from mpsd.system.processes import foreign_files, proc, process_table
 from mpsd.system.processes.foreign_files import known_of

@@ -23,6 +23,7 @@ from mpsd.core.mps.log_parser import (
     LogEvent,
     LogLine,
     LogReader,
+    QuitRefused,
     ServerExited,
     ServerFailed,
     ServerFaulted,
@@ -54,6 +55,29 @@ def foreign(lines: list[str], reader: LogReader | None = None) -> tuple[str, ...
     """Return the changing commands of others that a reader sees in these lines."""
     events = (reader or LogReader()).read(lines)
     return tuple(event.text for event in events if isinstance(event, ForeignCommand))
+
+
+REFUSED: Final = "Not enough privilege to execute quit command"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_open", "refused"),
+    [
+        (["NEW UI", "Cmd:quit"], True, 0),
+        (["NEW UI", "Cmd:  quit -t 5", "quit command issued with timeout of 5"], True, 0),
+        (["NEW UI", "Cmd:quit", REFUSED], False, 1),
+        (["NEW UI", "Cmd:quit", REFUSED, REFUSED], False, 1),  # the second one is forged
+        (["NEW UI", "Cmd:quit", "UI closed"], False, 0),
+        (["NEW UI", "Cmd:quit", "UI closed", "NEW UI", "Cmd:get_server_list"], False, 0),
+        (["NEW UI", "Cmd:quit", "Cmd:get_server_list"], True, 0),
+        (["NEW UI", "Cmd:quits"], False, 0),
+    ],
+)
+def test_quit(lines: list[str], refused: int, *, is_open: bool) -> None:
+    """A conversation with a `quit` is open until it ends, or until the command is refused."""
+    reader = LogReader()
+    events = reader.read(map(line, lines))
+    assert (reader.is_quit_open, events.count(QuitRefused())) == (is_open, refused)
 
 
 @pytest.mark.parametrize(

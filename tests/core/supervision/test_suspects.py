@@ -5,6 +5,7 @@ from typing import Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mpsd.core.model import Suspect, Who
 from mpsd.core.supervision.suspects import (
@@ -27,6 +28,10 @@ def crash(*who: Who, at: float = 100.0, everybody: bool = False, others: bool = 
     """Return a crash at which these uids and control groups had access."""
     uids, groups = (each for each in who if isinstance(each, int)), (each for each in who if isinstance(each, str))
     return Crash("gpu0", at, LetIn(everybody=everybody, others=others).and_(set(uids), groups))
+
+
+def by_quit(*who: Who, others: bool = False) -> Crash:
+    return replace(crash(*who, others=others), quit=True)
 
 
 def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[Who]:
@@ -75,6 +80,11 @@ def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
         ([crash("/a"), crash("/a")], ["/a"]),
         ([crash("/a", ANN), crash("/a", ANN)], []),
         ([crash("/a"), crash("/a", "/b")], ["/a"]),
+        ([by_quit("/a"), by_quit("/a")], []),
+        ([by_quit("/a"), by_quit("/a"), by_quit("/a")], ["/a"]),
+        ([by_quit("/a", others=True), by_quit("/a", others=True), by_quit("/a")], ["/a"]),
+        ([by_quit("/a", others=True)] * 9, []),
+        ([by_quit("/a"), by_quit("/a"), crash("/a")], []),
     ],
 )
 def test_who_is_shut_out(crashes: list[Crash], who: list[Who]) -> None:

@@ -8,20 +8,25 @@ take what they get: as soon as all programs together hold more than the leases h
     MPSD_CHAOS_SECONDS=7200 pytest -n 0 -s tests/chaos/test_titles.py
 """
 
+import os
 import random
 import signal
+import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import pytest
 
+from mpsd.simulator.control import program as simulator
 from tests.chaos.conftest import Start
 from tests.chaos.test_chaos import LONG, for_seconds
 from tests.daemon.helpers import GIB, stopped
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import SimulatedClient, variables
+from tests.simulated_clients import SimulatedClient, outside, variables
 from tests.titled_client import TITLED
 
 pytestmark = [pytest.mark.chaos, LONG]
@@ -142,6 +147,27 @@ class Titles:
                     for _ in range(self.dice.randrange(300)):
                         self.node.get("/healthz")
 
+    def own_mps(self) -> None:
+        """Have a job on the second GPU start an MPS of its own: its client is named for that."""
+        lease = self.dice.choice(self.leases[GREEDY])
+        with TemporaryDirectory(prefix="own-", dir=self.node.root) as own:
+            directories = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), own)
+            job = {**outside(self.node), **lease["env"], **directories}
+            command = [*simulator(555, str(self.node.root / "run" / "simulated")), "-f"]
+            with subprocess.Popen(command, env={**os.environ, **job}, stdout=-3, stderr=-3) as daemon:
+                try:
+                    wait_until((Path(own) / "control").exists, what="the job's own control daemon")
+                    with SimulatedClient(job) as client:
+                        assert client.hello["mps"]
+                        wait_until(lambda: self._is_named(lease, client.pid), what="its client to be named")
+                finally:
+                    daemon.kill()
+
+    def _is_named(self, lease: dict[str, Any], pid: int) -> bool:
+        self.node.get(f"/v1/leases/{lease['id']}/verify")  # which reads the GPUs
+        found = self.node.get("/v1/status").json["violations"]
+        return any(each["kind"] == "outside" and each["pid"] == pid for each in found)
+
     # -- what holds ----------------------------------------------------------------------------------------------------
 
     def violations(self, daemon: str) -> list[dict[str, Any]]:
@@ -176,7 +202,7 @@ def test_titles(start: Start, dice: random.Random) -> None:
     """Whatever is hidden, nobody within the leases is named or ended, and nobody beyond them is missed."""
     node = start(simulate=2, config=CONFIG)
     chaos = Titles(node, dice)
-    steps = {"start": 8, "title": 4, "allocate": 8, "end": 3, "quit": 1, "kill_mpsd": 1, "stop": 1}
+    steps = {"start": 8, "title": 4, "allocate": 8, "end": 3, "quit": 1, "kill_mpsd": 1, "stop": 1, "own_mps": 1}
     goes_on = for_seconds()
     try:
         while goes_on():

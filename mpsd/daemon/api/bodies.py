@@ -129,8 +129,7 @@ class LeaseRequest(RequestBody, kw_only=True):
         ),
     ] = None
     visible: Annotated[
-        Annotated[str, Meta(pattern=r"^(uuid|index)\Z")] | None,
-        words(Visible),
+        Annotated[str, Meta(pattern=r"^(uuid|index)\Z"), words(Visible)] | None,
         about(
             "What `CUDA_VISIBLE_DEVICES` has: the UUID of the GPU, or 0, the number that it has under MPS. `index` is"
             " refused where the node is not closed; null: `admission.visible`."

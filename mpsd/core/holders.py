@@ -171,6 +171,8 @@ def origin(holder: Holder) -> str:
 
 def outermost(path: str) -> str:
     """Return the outermost group in a path that is named like a pod or container, or the whole path."""
+    if not path:
+        return ""
     parts = path.split("/")
     ends = (number for number, part in enumerate(parts, 1) if any(each.match(part) for each in (_POD, _SCOPE, _BARE)))
     return "/".join(parts[: next(ends, None)])

@@ -72,7 +72,8 @@ class Node:
         self._stopping = False
         self._asking = 0
         """The requests for which others are asked now."""
-        self._answered = asyncio.Event()
+        self._answered: asyncio.Event | None = None
+        """Set when all of them have their answers, where `leave` waits for that."""
         self._group: asyncio.TaskGroup | None = None
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -237,7 +238,7 @@ class Node:
     async def leave(self) -> None:
         """Stop admission: mpsd is about to exit. Requests for which others are asked now are decided first."""
         if self._asking:
-            self._answered.clear()
+            self._answered = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), _LAST_ANSWERS)
         self._stopping = True
@@ -315,7 +316,7 @@ class Node:
             user = await self.user_groups.complete(user, self.settings.current)
         finally:
             self._asking -= 1
-            if not self._asking:
+            if self._answered is not None and not self._asking:
                 self._answered.set()
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again

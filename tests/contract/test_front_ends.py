@@ -25,11 +25,13 @@ TURNED_AWAY: Final = ("Cannot send command to MPS control daemon process", "")
 
 
 def assert_turned_away(said: Said) -> None:
-    """Fail unless this is one of the failures of a front-end while another is served."""
+    """Fail unless this is one of the failures of a front-end while another is served.
+
+    A complaint comes with status 1, but on a busy machine with 0 too (seen once, on 555).
+    """
     assert said.printed == []
     assert said.complaint in TURNED_AWAY
     assert said.status in {0, 1}
-    assert said.status == 1 or not said.complaint
 
 
 def test_no_daemon(idle: Bench) -> None:

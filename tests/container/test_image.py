@@ -98,6 +98,8 @@ class TestImage:
         control = real.real_daemons()[535]
         (short_tmp / "usr" / "bin").mkdir(parents=True)
         shutil.copy(control, short_tmp / "usr" / "bin")
+        (short_tmp / "usr" / "lib64").mkdir()
+        (short_tmp / "usr" / "lib64" / "libnvidia-ml.so.1").touch()
         options = ["--read-only", f"--volume={short_tmp}:/run/nvidia/driver:ro"]
         checked = podman.run(image, "check", options=options)
         assert f"# program: /run/nvidia/driver/usr/bin/{control.name}\n" in checked.stdout, checked.stderr
@@ -178,7 +180,7 @@ class TestSidecar:
         volumes = [f"{sidecar.socket}:{sidecar.socket}"]
         done = sidecar.client("run", "--fraction", "0.2", "--", "true", volumes=volumes)
         assert done.returncode == 77
-        assert f"mount {sidecar.root}/run into the container" in done.stderr
+        assert f"-v {sidecar.root}/run:{sidecar.root}/run:ro (podman, Docker)" in done.stderr
         assert sidecar.client("status", volumes=volumes).returncode == 0
 
     def test_doctor(self, sidecar: Sidecar) -> None:

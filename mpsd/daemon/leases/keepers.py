@@ -8,6 +8,7 @@ abandoned when they take too long, because a user may have thousands of processe
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -22,6 +23,9 @@ from mpsd.daemon.leases.holder_watch import HolderWatch, possible_origins
 from mpsd.system.processes import foreign_files
 from mpsd.system.processes.foreign_files import Carriers, Titled
 from mpsd.system.processes.foreign_reader import ForeignReader
+
+_PATIENCE: Final = 0.5
+"""Seconds for which a request waits until it is known whether leases end: their users can make that take longer."""
 
 _MOST_WATCHED: Final = 8
 """The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks
@@ -54,6 +58,9 @@ class Keepers:
         self._alone: dict[str, str] = {}
         """The leases without a living process, each with the reason why it ends if no process carries its token."""
         self._wanted = asyncio.Event()
+        self._undecided = set[str]()
+        """The leases without a living process of which is not known yet whether they end."""
+        self._decided = asyncio.Event()
         holder_watch.processes.gone.connect(self._process_gone)
         holder_watch.groups.over.connect(self._group_over)
         holder_watch.groups.populated.connect(self._group_populated)
@@ -124,7 +131,18 @@ class Keepers:
         The lease keeps its shares until then. If there is none, `unborne` follows, with this reason.
         """
         self._alone[lease.id] = because
+        self._undecided.add(lease.id)
         self._wanted.set()
+
+    async def decide(self) -> bool:
+        """Wait a moment until it is known whether leases without a living process end; tell whether there were any."""
+        waits_for = {*self._undecided}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                while waits_for & self._undecided:
+                    self._decided.clear()
+                    await self._decided.wait()
+        return bool(waits_for)
 
     async def run(self) -> None:
         """Look for carriers of tokens when needed, until cancelled; the next mpsd does the rest."""
@@ -133,6 +151,7 @@ class Keepers:
                 await self._wanted.wait()
                 self._wanted.clear()
                 alone, self._alone = self._alone, {}
+                self._undecided &= self._ledger.leases.keys()  # others were released meanwhile
                 by_uid = dict[int, dict[str, str]]()
                 for lease_id, because in alone.items():
                     if (lease := self._ledger.leases.get(lease_id)) is not None:
@@ -171,6 +190,8 @@ class Keepers:
                 if uid != 0 and found.unread is not None:
                     because += f"; mpsd may not read whether process {found.unread} carries its token"
                 self.unborne.send(lease_id, because)
+        self._undecided.difference_update(alone)
+        self._decided.set()
 
     def _may_be_left_by(self, lease: Lease, titled: Titled) -> bool:
         """Tell whether a process that shows no environment may have been left behind by a holder of a lease.

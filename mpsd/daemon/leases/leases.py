@@ -265,15 +265,28 @@ class Leases:
                 # Before the ledger decides, because this step fails without descriptors.
                 self.holder_watch.watch(requested.id, named, Purpose.LEASE)
                 requested = structs.replace(requested, holders=(named.holder,))
-            lease = self.ledger.submit(requested, now)
-        except MpsdError as refusal:
+            lease = await self._submitted(requested, now)
+        except (MpsdError, asyncio.CancelledError) as refusal:
             self.holder_watch.unwatch(requested.id)
-            self.group_commit.log_refusal(owner, refusal)
+            if isinstance(refusal, MpsdError):
+                self.group_commit.log_refusal(owner, refusal)
             raise
         self.request_ids.note(lease)
         self._pending[lease.id] = _PendingRequest.of(lease, requested.until)
         self._decided(lease)
         return await self.answer(lease, has_left)
+
+    async def _submitted(self, requested: Lease, now: Now) -> Lease:
+        """Submit a request; one that does not fit, again, where leases may end whose last process has just exited.
+
+        Thus one program after another gets the whole GPU.
+        """
+        try:
+            return self.ledger.submit(requested, now)
+        except DoesNotFitError:
+            if not await self._keepers.decide():
+                raise
+        return self.ledger.submit(requested, _now())
 
     def _decided(self, lease: Lease) -> None:
         """Record the decision about a request: its clients are admitted before its caller gets the answer."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_a_dead_holder(make_node: Start) -> None:
         )
     assert "gone" not in ended["holders"][0]
     assert ended["keepers"] == []
+
+
+def test_one_after_another(make_node: Start) -> None:
+    """Each of several programs gets the whole GPU as soon as the one before it has ended, without waiting for it."""
+    node = make_node(simulate=1, control=None).start()
+    for _ in range(10):
+        with subprocess.Popen(["sleep", "1000"]) as program:
+            lease = node.lease(threads=100, memory="40GiB", pid=program.pid)
+            program.kill()
+        assert node.get(f"/v1/leases/{lease['id']}").status == 200  # mpsd has seen that end, or will in this turn
+    assert len(node.leases()) <= 1
 
 
 def hint(node: Node, **asked: object) -> str:

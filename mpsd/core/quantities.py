@@ -21,6 +21,9 @@ Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
 if TYPE_CHECKING:
     from mpsd.core.model import ReadBack
 
+_LEAST: Final = Decimal("0.1")
+"""The finest step of a percentage in MPS."""
+
 _BEYOND: Final = 2**30
 """MiB that are no memory limit: MPS cannot hold a pebibyte."""
 
@@ -61,7 +64,7 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
             raise InvalidRequestError(f"{briefly(value)} is not a percentage", hint=hint, limit=limit) from None
         if number > 100:  # noqa: PLR2004 - it is a percentage
             raise InvalidRequestError(f"{_percent(value)} of the threads is more than 100 %", hint=hint, limit=limit)
-        if number * 10 < 1:
+        if number < _LEAST:
             raise InvalidRequestError(
                 f"{_percent(value)} of the threads is less than 0.1 %, the finest step of MPS", hint=hint, limit=limit
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
@@ -232,6 +232,7 @@ def test_every_percentage_round_trips() -> None:
 
 
 @given(st.one_of(NUMBERS, st.floats(), st.integers()))
+@example("-1E1000000")
 def test_any_percentage_or_a_typed_error(value: str | float) -> None:
     """For any value, the parser returns a percentage, or raises its own error."""
     with contextlib.suppress(InvalidRequestError):

@@ -18,6 +18,8 @@ NEVER: Final = {
 }  # fmt: skip
 """Events that none of these actions may cause; a `client_forced` for a hostile process is legitimate."""
 
+FAULT: Final = "which met a fatal fault"
+
 PER_MINUTE: Final = 3 << 20
 """The most bytes of mpsd's log in a minute that are not about honest users' own leases."""
 
@@ -78,8 +80,9 @@ class HostileRecords(Records):
             took = datetime.fromisoformat(line["at"]) - self.died[line["lease"]]
             self.outlived.setdefault(line["lease"], (took.total_seconds(), line["because"]))
         match line["event"]:
-            # A process that has just ended is still in its server's list, and has no lease any more.
-            case "client_forced" if line["pid"] not in self.honest - self._ended:
+            # A process that has just ended is still in its server's list, and has no lease any more. The end of one in
+            # mid-kernel is a fatal fault, which ends the work of all clients of its server.
+            case "client_forced" if line["pid"] not in self.honest - self._ended or FAULT in line["because"]:
                 self.log.append(line)
             case event if event in NEVER:
                 raise AssertionError(f"{line}; the log is {self.node.stderr}")

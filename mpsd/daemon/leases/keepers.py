@@ -25,7 +25,7 @@ from mpsd.system.processes.foreign_files import Carriers, Titled
 from mpsd.system.processes.foreign_reader import ForeignReader
 
 _PATIENCE: Final = 0.5
-"""Seconds for which a request waits until it is known whether leases end: their users can make that take longer."""
+"""Seconds for which a request waits until it is known whether leases end: their user can make that take longer."""
 
 _MOST_WATCHED: Final = 8
 """The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks
@@ -134,15 +134,18 @@ class Keepers:
         self._undecided.add(lease.id)
         self._wanted.set()
 
-    async def decide(self) -> bool:
-        """Wait a moment until it is known whether leases without a living process end; tell whether there were any."""
-        waits_for = {*self._undecided}
+    async def decide(self, uid: int) -> None:
+        """Wait a moment until it is known whether a user's leases without a living process end.
+
+        Thus one program after another gets the whole GPU.
+        """
+        undecided = (self._ledger.leases.get(each) for each in self._undecided)
+        waits_for = {each.id for each in undecided if each is not None and each.owner.uid == uid}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE):
                 while waits_for & self._undecided:
                     self._decided.clear()
                     await self._decided.wait()
-        return bool(waits_for)
 
     async def run(self) -> None:
         """Look for carriers of tokens when needed, until cancelled; the next mpsd does the rest."""
@@ -152,6 +155,7 @@ class Keepers:
                 self._wanted.clear()
                 alone, self._alone = self._alone, {}
                 self._undecided &= self._ledger.leases.keys()  # others were released meanwhile
+                self._decided.set()
                 by_uid = dict[int, dict[str, str]]()
                 for lease_id, because in alone.items():
                     if (lease := self._ledger.leases.get(lease_id)) is not None:

@@ -117,7 +117,7 @@ class Leases:
         self.holder_watch = HolderWatch()
         self.clients = Clients(ledger, self.holder_watch, self.group_commit, ceilings)
         self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit, log)
-        self._keepers = Keepers(
+        self.keepers = Keepers(
             ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users, reader=reader
         )
         self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
@@ -132,8 +132,8 @@ class Leases:
         self._offered: Iterable[Offer] | None = None
         self.group_commit.ending.connect(self._settle_after_ends)
         self.group_commit.unstored.connect(self._end)
-        self._keepers.gone.connect(self._keeper_gone)
-        self._keepers.unborne.connect(self._end)
+        self.keepers.gone.connect(self._keeper_gone)
+        self.keepers.unborne.connect(self._end)
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
@@ -143,7 +143,7 @@ class Leases:
         """Watch holders and clocks until cancelled; the leases stay on disk."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keepers.run())
+                group.create_task(self.keepers.run())
                 group.create_task(self.changed_users.run())
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
@@ -213,7 +213,7 @@ class Leases:
         return self._store.set_aside(lease.id)
 
     def _take_up(self, lease: Lease, now: float) -> None:
-        self._keepers.take_up(lease)
+        self.keepers.take_up(lease)
         if self.ledger.find(lease.id) is None:
             return  # it waited, and nobody waits for it any more
         if lease.state is not LeaseState.WAITING:
@@ -265,28 +265,15 @@ class Leases:
                 # Before the ledger decides, because this step fails without descriptors.
                 self.holder_watch.watch(requested.id, named, Purpose.LEASE)
                 requested = structs.replace(requested, holders=(named.holder,))
-            lease = await self._submitted(requested, now)
-        except (MpsdError, asyncio.CancelledError) as refusal:
+            lease = self.ledger.submit(requested, now)
+        except MpsdError as refusal:
             self.holder_watch.unwatch(requested.id)
-            if isinstance(refusal, MpsdError):
-                self.group_commit.log_refusal(owner, refusal)
+            self.group_commit.log_refusal(owner, refusal)
             raise
         self.request_ids.note(lease)
         self._pending[lease.id] = _PendingRequest.of(lease, requested.until)
         self._decided(lease)
         return await self.answer(lease, has_left)
-
-    async def _submitted(self, requested: Lease, now: Now) -> Lease:
-        """Submit a request; one that does not fit, again, where leases may end whose last process has just exited.
-
-        Thus one program after another gets the whole GPU.
-        """
-        try:
-            return self.ledger.submit(requested, now)
-        except DoesNotFitError:
-            if not await self._keepers.decide():
-                raise
-        return self.ledger.submit(requested, _now())
 
     def _decided(self, lease: Lease) -> None:
         """Record the decision about a request: its clients are admitted before its caller gets the answer."""
@@ -507,7 +494,7 @@ class Leases:
         if lease.id in self._pending or not lease.shares:
             self._end(lease.id, because)
         else:
-            self._keepers.find_bearers(lease, because)
+            self.keepers.find_bearers(lease, because)
 
     def _end(self, lease_id: str, because: str, refusal: MpsdError | None = None) -> None:
         """End a lease; a lease ends nowhere else. Callers that wait for its outcome get the reason.

@@ -314,6 +314,7 @@ class Node:
         try:
             elsewhere = await self._checks.elsewhere(named, self.offers())
             user = await self.user_groups.complete(user, self.settings.current)
+            await self.leases.keepers.decide(user.uid)
         finally:
             self._asking -= 1
             if self._answered is not None and not self._asking:

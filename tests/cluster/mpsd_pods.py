@@ -16,7 +16,7 @@ from tests.container.manifests import KUBERNETES, documents
 _TREE: Final = Path(__file__).resolve().parents[2]
 
 NAMESPACE: Final = "mpsd"
-LABEL: Final = "mpsd/sharing=true"
+LABEL: Final = "mpsd.internal/sharing=true"
 
 SIMULATED: Final = "/run/mpsd/simulated"
 

@@ -55,7 +55,7 @@ def test_not_beside_nvidias(cluster: Cluster, mpsd: Mpsd, label: str) -> None:
         return int(cluster.get("daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"]["desiredNumberScheduled"])
 
     for name, labels in (("theirs", {label: "true"}), ("ours", {})):
-        metadata = {"name": name, "labels": {"mpsd/sharing": "true", **labels}}
+        metadata = {"name": name, "labels": {"mpsd.internal/sharing": "true", **labels}}
         cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
     try:
         # A pod for the second node proves that both were considered.

@@ -190,7 +190,7 @@ def test_chart_takes_its_values() -> None:
     {"devicePlugin": {"enabeld": True}},
     {"dra": {"enabeld": True}},
     {"nodeLabels": "yes"},
-    {"nodeSelector": {"mpsd/sharing": None}},
+    {"nodeSelector": {"mpsd.internal/sharing": None}},
     {"terminationGracePeriodSeconds": 30},
     {"image": {"digest": "latest"}},
 ])  # fmt: skip

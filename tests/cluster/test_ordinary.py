@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
-SLICE: Final = "nvidia.com/mps-slice"
+SLICE: Final = "nvidia.com/gpu.mps-slice"
 
 PIPE: Final = "/run/mpsd/mps/gpu0"
 

@@ -18,7 +18,7 @@ from tests.container.restricted import forbidden
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-SLICE: Final = "nvidia.com/mps-slice"
+SLICE: Final = "nvidia.com/gpu.mps-slice"
 USER: Final = 1000
 PLUGIN: Final = "/opt/mpsd/bin/mpsd-kubernetes"
 

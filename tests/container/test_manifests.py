@@ -88,7 +88,7 @@ def test_daemonset() -> None:
     objects = overlay("daemonset")
     assert objects["DaemonSet"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
     spec = pod("daemonset")
-    assert spec["nodeSelector"] == {"mpsd/sharing": "true"}
+    assert spec["nodeSelector"] == {"mpsd.internal/sharing": "true"}
     assert spec["priorityClassName"] == "system-node-critical"
     assert objects["ResourceQuota"]["spec"]["scopeSelector"]["matchExpressions"][0]["values"] == [
         spec["priorityClassName"]

@@ -51,7 +51,7 @@ def test_pages(page: str, version: str) -> None:
         kubernetes_validate.validate(pod, version, strict=True)
         assert list(forbidden(template["spec"])) == []
         (container,) = template["spec"]["containers"]
-        assert container["resources"]["limits"]["nvidia.com/mps-slice"] == "50"
+        assert container["resources"]["limits"]["nvidia.com/gpu.mps-slice"] == "50"
 
 
 def test_what_is_forbidden() -> None:

@@ -13,9 +13,10 @@ from mpsd.cli.tables import columns_of, look_of, table
 from mpsd.core.errors import NotFoundError, UnreachableError
 from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.node_state import NodeRow
+from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.system.processes import foreground
 
-_LABEL: Final = "mpsd/gpus"
+_LABEL: Final = f"{DOMAIN}/gpus"
 
 _COLUMNS: Final = columns_of(("NODE", "GPU", "MODEL", "THREADS", "MEMORY", "STATE / POD"), drops=("MODEL",))
 

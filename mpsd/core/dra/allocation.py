@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from mpsd.core.dra.prepared import PreparedPod, PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
-from mpsd.core.kubernetes.settings import parse_processes, parse_uid
+from mpsd.core.kubernetes.settings import DOMAIN, parse_processes, parse_uid
 from mpsd.core.model import Stop, Visible
 from mpsd.core.mps_facts import MOST_CONNECTIONS
 from mpsd.core.setting_parsers import choice, whole
@@ -96,7 +96,7 @@ class ResourceClaim(Struct, rename="camel"):
 # accepts any content, so this is the first to read it. Unknown content is refused: an author who misspells `strictness`
 # must not get less than requested.
 
-_API_VERSION: Final = "mpsd/v1"
+_API_VERSION: Final = f"{DOMAIN}/v1"
 _KIND: Final = "Share"
 
 _PRIORITIES: Final = {"normal": 0, "below-normal": 1}

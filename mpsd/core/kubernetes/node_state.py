@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
+from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.core.units import MIB
 
 if TYPE_CHECKING:
     from mpsd.core.kubernetes.devices import Gpu
 
-PREFIX: Final = "mpsd/"
-ANNOTATION: Final = f"{PREFIX}state"
+ANNOTATION: Final = f"{DOMAIN}/state"
 
 _QUARTER: Final = 250
 """A quarter of a GPU's threads, in tenths of a percent."""
@@ -65,7 +65,7 @@ def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[st
         "free-threads": f"{max(threads, 0) // _QUARTER * 25}",
         "free-memory-gib": f"{_power_of_two(max(memory, 0) // _GIB)}",
     }
-    return {f"{PREFIX}{name}": value for name, value in wanted.items()}
+    return {f"{DOMAIN}/{name}": value for name, value in wanted.items()}
 
 
 def annotation(gpus: Iterable[GpuState]) -> str:

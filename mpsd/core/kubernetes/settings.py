@@ -16,6 +16,9 @@ from mpsd.core.quantities import PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, row, rows_of
 from mpsd.core.units import MIB, parse_duration, parse_size
 
+DOMAIN: Final = "mpsd.internal"
+"""The domain of all names in a cluster. The top level `internal` is reserved for private use (ICANN, 2024)."""
+
 PREFIX: Final = "MPSD_KUBERNETES_"
 """The prefix of each setting's environment variable."""
 
@@ -63,7 +66,7 @@ class When(StrEnum):
     NEVER = "never"
 
 
-def _driver(value: object) -> str:
+def _domain(value: object) -> str:
     text = parsers.text(value)
     if len(text) > _LONGEST_DRIVER or not _DRIVER.fullmatch(text):
         raise ValueError(f"it is not a DNS name of at most {_LONGEST_DRIVER} characters, in lower case")
@@ -111,7 +114,7 @@ class Settings:
         " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
         " Resource Allocation.",
     )
-    slice_resource: str = row("nvidia.com/mps-slice", _resource, "Resource name of the slices.")
+    slice_resource: str = row("nvidia.com/gpu.mps-slice", _resource, "Resource name of the slices.")
     slices: int = row(100, parsers.whole(1, MOST_DEVICES), "Number of slices per GPU.")
     core_resource: str = row("nvidia.com/mps-core", _resource, "Resource name of the threads.")
     core_unit: int = row(
@@ -172,7 +175,12 @@ class Settings:
         parsers.choice(When),
         "Whether a container gets the machine's /dev/shm: `auto` (for drivers before 580), `always` or `never`.",
     )
-    driver: str = row("mpsd", _driver, "Name of the driver, in device classes and claims (`dra`).")
+    domain: str = row(
+        DOMAIN,
+        _domain,
+        "Domain of the names in the cluster: of the driver (`dra`), of its parameters, and of the node's labels and"
+        " annotation. Only a fork of mpsd changes it.",
+    )
     thread_step: int = row(1, parsers.whole(1, 50), "Step of requests for threads, in percent (`dra`).")
     memory_step: PinnedDeviceMemLimit = row(
         PinnedDeviceMemLimit(256), _unit, "Step of requests for memory, in whole MiB (`dra`)."

@@ -88,7 +88,7 @@ class Driver(PodLeases):
         """Leases that no container has taken yet, by lease."""
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
-        directory = settings.kubelet_dir / "plugins" / settings.driver / "claims"
+        directory = settings.kubelet_dir / "plugins" / settings.domain / "claims"
         self._devices = CdiDevices(settings.cdi_dir)
         try:
             self._store = PreparedStore(directory, self._log)
@@ -156,7 +156,7 @@ class Driver(PodLeases):
         """Query the API server for the allocation, and store it."""
         found = self._api_server.claim(namespace, name)
         allocated = allocation.shares(
-            found, uid=uid, driver=self._settings.driver, pool=self._settings.node, gpus=self._board.gpus
+            found, uid=uid, driver=self._settings.domain, pool=self._settings.node, gpus=self._board.gpus
         )
         if any(each.is_strict for each in allocated):
             allocation.check_strict(self._mpsd.attach())

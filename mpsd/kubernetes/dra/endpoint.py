@@ -37,7 +37,7 @@ class Endpoint(Part):
         super().__init__(program)
         self._driver = driver
         self._registered = registered
-        root, name = self._settings.kubelet_dir, self._settings.driver
+        root, name = self._settings.kubelet_dir, self._settings.domain
         self._socket = Socket(root / "plugins" / name / "dra.sock", self._calls(), _THREADS)
         self._finder = Socket(root / "plugins_registry" / f"{name}-reg.sock", self._finding(), _THREADS)
 
@@ -57,7 +57,7 @@ class Endpoint(Part):
 
     def _miss(self, because: str) -> None:
         if self._log.is_new("driver", because):
-            self._log.warning(EventName.DRIVER_NOT_REGISTERED, driver=self._settings.driver, because=because)
+            self._log.warning(EventName.DRIVER_NOT_REGISTERED, driver=self._settings.domain, because=because)
 
     # -- registration --------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Endpoint(Part):
     def _info(self, _: registration.InfoRequest, __: grpc.ServicerContext) -> registration.PluginInfo:
         return registration.PluginInfo(
             type="DRAPlugin",
-            name=self._settings.driver,
+            name=self._settings.domain,
             endpoint=str(self._socket.path),
             supported_versions=_VERSIONS,
         )
@@ -77,7 +77,7 @@ class Endpoint(Part):
     ) -> registration.RegistrationStatusResponse:
         if status.plugin_registered:
             self._log.solved("driver")
-            self._log.info(EventName.DRIVER_REGISTERED, driver=self._settings.driver, socket=str(self._socket.path))
+            self._log.info(EventName.DRIVER_REGISTERED, driver=self._settings.domain, socket=str(self._socket.path))
             self._registered()
         else:
             self._miss(status.error)

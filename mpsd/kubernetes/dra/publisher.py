@@ -75,7 +75,7 @@ class Publisher(Part):
 
     def _look(self) -> None:
         """Bring the slice up to date. Raises MpsdError and ConflictError."""
-        name = slices.slice_name(self._settings.node, self._settings.driver)
+        name = slices.slice_name(self._settings.node, self._settings.domain)
         found = self._api_server.slice(name)
         steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
         wanted = slices.document(self._node(), self._board.gpus.values(), steps, found)
@@ -106,7 +106,7 @@ class Publisher(Part):
             self._uid = str(metadata.get("uid", "")) if isinstance(metadata, dict) else ""
         if any(not each.because for each in self._board.gpus.values()):
             self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
-        return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
+        return slices.Node(self._settings.node, self._uid, self._settings.domain, self._attach)
 
 
 # -- events about pods -------------------------------------------------------------------------------------------------

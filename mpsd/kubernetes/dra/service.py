@@ -21,5 +21,5 @@ def run_driver(program: Program, place: Place) -> None:
     if settings.report is not When.NEVER:
         threads["node"] = NodeReport(program, server).run
     Service(program, endpoints=[Endpoint(program, driver, publisher.kubelet_came)], leases=driver, threads=threads).run(
-        node=settings.node, driver=settings.driver, pid=os.getpid()
+        node=settings.node, driver=settings.domain, pid=os.getpid()
     )

@@ -39,7 +39,7 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def node(name: str, state: str) -> dict[str, Any]:
     """Return a Node in kubectl's form."""
-    return {"kind": "Node", "metadata": {"name": name, "annotations": {"mpsd/state": state}}}
+    return {"kind": "Node", "metadata": {"name": name, "annotations": {"mpsd.internal/state": state}}}
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_table(kubectl: Path) -> None:
         "                        10%          1GiB             (not of a pod)",
         "                        25%          8GiB             team/train",
         "a     1    NVIDIA H200  0% of 100%   0B of 79.5GiB    control daemon gpu1 is held: maintenance",
-        "b     -                                               its annotation mpsd/state is damaged",
+        "b     -                                               its annotation mpsd.internal/state is damaged",
     ]
     calls = [json.loads(line) for line in (kubectl / "called").read_text().splitlines()]
     assert [each[:2] for each in calls] == [["get", "nodes"], ["get", "pods"]]

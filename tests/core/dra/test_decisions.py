@@ -83,7 +83,7 @@ def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, perce
 def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
     """Any parameters result in a configuration, or in a sentence with a hint."""
     if isinstance(parameters, dict):
-        parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **parameters}
+        parameters = {"apiVersion": "mpsd.internal/v1", "kind": "Share", **parameters}
     try:
         allocation.options_for([Configuration(None, Opaque("mpsd", parameters))], "r", "mpsd")
     except InvalidRequestError as refusal:
@@ -95,7 +95,7 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
 
 def test_a_subrequest_has_the_configuration_of_its_request() -> None:
     """A request that was allocated by one of its alternatives is named together with that alternative."""
-    parameters = {"apiVersion": "mpsd/v1", "kind": "Share", "user": 7}
+    parameters = {"apiVersion": "mpsd.internal/v1", "kind": "Share", "user": 7}
     found = allocation.options_for([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
     assert found.user == 7
 

@@ -106,7 +106,7 @@ class TestPods:
         assert pods.groups(uid, "/") == []
 
 
-def record(ids: Any, resource: str = "nvidia.com/mps-slice") -> dict[str, Any]:
+def record(ids: Any, resource: str = "nvidia.com/gpu.mps-slice") -> dict[str, Any]:
     return {"PodUID": POD, "ContainerName": "main", "ResourceName": resource, "DeviceIDs": ids, "AllocResp": "eA=="}
 
 

@@ -30,7 +30,7 @@ _PATH: Final = re.compile(
 """The form of a file or a folder of this tree, or of a module of mpsd."""
 
 
-_LABELS: Final = {"mpsd/sharing"}
+_LABELS: Final = {"mpsd.internal/sharing"}
 """Labels of Kubernetes that look like a path."""
 
 _PLACEHOLDER: Final = re.compile(r"/[A-Z]{2,}\b")

@@ -32,7 +32,7 @@ from tests.kubernetes.dra.api_server import SLICES, ApiServer
 from tests.kubernetes.plugin.cluster import RefusedError, StandIn, StandInPod
 
 NODE: Final = "node-1"
-DRIVER: Final = "mpsd"
+DRIVER: Final = "mpsd.internal"
 CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 
@@ -59,7 +59,7 @@ def opaque(
     driver: str = DRIVER, requests: Sequence[str] = (), source: str = "FromClaim", **more: Any
 ) -> dict[str, Any]:
     """Return an opaque configuration in the form of an allocation."""
-    parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **more}
+    parameters = {"apiVersion": "mpsd.internal/v1", "kind": "Share", **more}
     found: dict[str, Any] = {"source": source, "opaque": {"driver": driver, "parameters": parameters}}
     return {**found, "requests": list(requests)} if requests else found
 

@@ -28,7 +28,7 @@ from tests.kubernetes.plugin.kubelet_program import RefusedError, serve_orders
 
 CHECKPOINT: Final = "dra_manager_state"
 
-_FINDER: Final = "plugins_registry/mpsd-reg.sock"
+_FINDER: Final = "plugins_registry/mpsd.internal-reg.sock"
 _SERVICE: Final = wire.DRA_SERVICES[0]
 _LOOK: Final = 0.05
 _RECONCILE: Final = 0.5

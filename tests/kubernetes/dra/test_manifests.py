@@ -39,7 +39,7 @@ def test_their_parameters_are_understood() -> None:
         configs = spec.get("config", []) + spec.get("spec", {}).get("devices", {}).get("config", [])
         for one in configs:
             given = Configuration(None, Opaque(one["opaque"]["driver"], one["opaque"]["parameters"]))
-            allocation.options_for([given], "share", "mpsd")
+            allocation.options_for([given], "share", "mpsd.internal")
             found += 1
     assert found == 2
 

@@ -36,7 +36,7 @@ class TestPod:
         (device,) = claim.devices or []
         assert (device.pool_name, device.device_name, device.request_names) == ("node-1", GPU.lower(), ["share"])
         assert device.share_id
-        (stored,) = (cluster.root / "plugins/mpsd/claims").iterdir()
+        (stored,) = (cluster.root / "plugins/mpsd.internal/claims").iterdir()
         (written,) = (cluster.root / "cdi").iterdir()
         assert [stat.S_IMODE(each.stat().st_mode) for each in (stored, written)] == [0o600, 0o600]
         pod.delete()
@@ -141,7 +141,7 @@ class TestConfiguration:
             ({"processes": True}, "processes = True: it is not a whole number"),
             ({"stop": ["sigterm"]}, 'stop = [\'sigterm\']: it is not one of "terminate", "sigterm"'),
             ({"user": -1}, "user = -1: it is not a whole number from 0 to 4294967294"),
-            ({"kind": "GpuConfig"}, "write apiVersion: mpsd/v1 and kind: Share"),
+            ({"kind": "GpuConfig"}, "write apiVersion: mpsd.internal/v1 and kind: Share"),
             ({"strictness": "strict"}, "mpsd runs here with enforcement.attach = 'anytime'"),
         ],
         ids=str,

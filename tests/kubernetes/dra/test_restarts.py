@@ -151,7 +151,7 @@ class TestDriver:
         cluster.prepare(damaged)
         cluster.prepare(other)
         cluster.kill("plugin")
-        path = cluster.root / "plugins/mpsd/claims" / f"{damaged.uid}.json"
+        path = cluster.root / "plugins/mpsd.internal/claims" / f"{damaged.uid}.json"
         path.write_text("{")
         cluster.restart_plugin()
         (line,) = cluster.log("claim_unreadable")
@@ -276,10 +276,10 @@ class TestKubelet:
 
     def test_sockets_that_are_removed(self, cluster: DraCluster) -> None:
         """Removed sockets are made again."""
-        for each in ("plugins_registry/mpsd-reg.sock", "plugins/mpsd/dra.sock"):
+        for each in ("plugins_registry/mpsd.internal-reg.sock", "plugins/mpsd.internal/dra.sock"):
             (cluster.root / each).unlink()
         cluster.register()
-        wait_until((cluster.root / "plugins/mpsd/dra.sock").exists, what="the driver's socket")
+        wait_until((cluster.root / "plugins/mpsd.internal/dra.sock").exists, what="the driver's socket")
         cluster.prepare(cluster.claim())
 
     def test_finds_the_driver_without_mpsd(self, make_cluster: MakeCluster) -> None:
@@ -287,10 +287,10 @@ class TestKubelet:
         cluster = make_cluster(durations={"mpsd.kubernetes.mpsd_client.PATIENCE": 600.0})
         cluster.node.end(signal.SIGKILL)
         for _ in range(10):  # more than a second in all: the driver calls mpsd for its leases meanwhile
-            for each in ("plugins_registry/mpsd-reg.sock", "plugins/mpsd/dra.sock"):
+            for each in ("plugins_registry/mpsd.internal-reg.sock", "plugins/mpsd.internal/dra.sock"):
                 (cluster.root / each).unlink()
             cluster.register()
-            wait_until((cluster.root / "plugins/mpsd/dra.sock").exists, what="the driver's socket")
+            wait_until((cluster.root / "plugins/mpsd.internal/dra.sock").exists, what="the driver's socket")
         cluster.node.start()
         cluster.prepare(cluster.claim())
         assert len(cluster.leases()) == 1

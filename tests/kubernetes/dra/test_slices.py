@@ -22,7 +22,7 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     """A node has one pool of one slice, with the amounts that can be requested of each GPU, and their steps."""
     cluster = make_cluster(simulate=2)
     published = cluster.await_slice(2)
-    assert published["metadata"]["name"] == f"{NODE}-mpsd"
+    assert published["metadata"]["name"] == f"{NODE}-mpsd.internal"
     (owner,) = published["metadata"]["ownerReferences"]
     assert owner["uid"] == cluster.api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["uid"]
     assert published["spec"]["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
@@ -73,7 +73,7 @@ def test_another_writer(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(durations=BRISK)
     stored = cluster.api_server.slice()
     assert stored is not None
-    path = f"{SLICES}/{NODE}-mpsd"
+    path = f"{SLICES}/{NODE}-mpsd.internal"
     cluster.api_server.put(path, {**stored, "spec": {**stored["spec"], "devices": []}})
     cluster.register()
     cluster.await_slice(1)
@@ -146,13 +146,13 @@ class TestNode:
         cluster = make_cluster(simulate=2, settings={"REPORT_INTERVAL": "1"})
         wait_until(lambda: "labels" in self.metadata(cluster), what="labels")
         assert self.metadata(cluster)["labels"] == {
-            "mpsd/gpus": "2",
-            "mpsd/healthy-gpus": "2",
-            "mpsd/model": "Simulated-GPU",
-            "mpsd/driver-branch": "555",
-            "mpsd/offers": "dra",
-            "mpsd/free-threads": "100",
-            "mpsd/free-memory-gib": "64",
+            "mpsd.internal/gpus": "2",
+            "mpsd.internal/healthy-gpus": "2",
+            "mpsd.internal/model": "Simulated-GPU",
+            "mpsd.internal/driver-branch": "555",
+            "mpsd.internal/offers": "dra",
+            "mpsd.internal/free-threads": "100",
+            "mpsd.internal/free-memory-gib": "64",
         }
         cluster.node.mpsctl("hold", "gpu1")
         pod = cluster.pod(cluster.claim())
@@ -160,12 +160,12 @@ class TestNode:
         cluster.await_held(pod)
         wait_until(
             lambda: (
-                [self.metadata(cluster)["labels"][f"mpsd/{each}"] for each in ("healthy-gpus", "free-threads")]
+                [self.metadata(cluster)["labels"][f"mpsd.internal/{each}"] for each in ("healthy-gpus", "free-threads")]
                 == ["1", "75"]
             ),
             what="labels to follow",
         )
-        first, second = json.loads(self.metadata(cluster)["annotations"]["mpsd/state"])["gpus"]
+        first, second = json.loads(self.metadata(cluster)["annotations"]["mpsd.internal/state"])["gpus"]
         assert (first["threads"], first["memory"], first["shares"]) == (25.0, [8192, 81408], [[pod.uid, 25.0, 8192]])
         assert "held" in second["because"]
 
@@ -190,9 +190,9 @@ class TestNode:
         cluster = make_cluster(start=False)
         path = f"/api/v1/nodes/{NODE}"
         node = cluster.api_server.objects[path]
-        node["metadata"] |= {"labels": {"zone": "a", "mpsd/model": "old"}, "annotations": {"a": "b"}}
+        node["metadata"] |= {"labels": {"zone": "a", "mpsd.internal/model": "old"}, "annotations": {"a": "b"}}
         cluster.start_plugin()
-        wait_until(lambda: "mpsd/state" in self.metadata(cluster)["annotations"], what="the annotation")
+        wait_until(lambda: "mpsd.internal/state" in self.metadata(cluster)["annotations"], what="the annotation")
         assert self.metadata(cluster)["labels"]["zone"] == "a"
-        assert self.metadata(cluster)["labels"]["mpsd/model"] == "Simulated-GPU"
+        assert self.metadata(cluster)["labels"]["mpsd.internal/model"] == "Simulated-GPU"
         assert self.metadata(cluster)["annotations"]["a"] == "b"

@@ -25,7 +25,7 @@ from tests.fork_server import Child, ForkServer
 from tests.harness import wait_until
 from tests.node import Node
 
-SLICE: Final = "nvidia.com/mps-slice"
+SLICE: Final = "nvidia.com/gpu.mps-slice"
 CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
 

@@ -34,8 +34,8 @@ def cluster(make_cluster: MakeCluster, api_server: ApiServer) -> StandIn:
 def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServer) -> None:
     """The node is labelled; pods start also while the API server is away, and are reported when it is back."""
     metadata = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
-    wait_until(lambda: metadata_of(api_server).get("mpsd/offers") == "slices", what="labels")
-    assert metadata_of(api_server)["mpsd/free-threads"] == "100"
+    wait_until(lambda: metadata_of(api_server).get("mpsd.internal/offers") == "slices", what="labels")
+    assert metadata_of(api_server)["mpsd.internal/free-threads"] == "100"
     assert metadata["name"] == NODE
     api_server.stop()
     pod = cluster.create({"main": {SLICE: 60}})
@@ -43,7 +43,7 @@ def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServ
     cluster.await_held(pod)
     api_server.start()
     wait_until(lambda: api_server.asked("PATCH", NODE)[1:], what="the node to be labelled again", deadline=30)
-    state = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"]["mpsd/state"]
+    state = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"]["mpsd.internal/state"]
     assert pod.uid in state
 
 
@@ -56,7 +56,7 @@ def test_a_pod_that_was_given_no_lease(cluster: StandIn, api_server: ApiServer) 
 
     def shares() -> object:
         notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
-        return json.loads(notes["mpsd/state"])["gpus"][0]["shares"] if notes else []
+        return json.loads(notes["mpsd.internal/state"])["gpus"][0]["shares"] if notes else []
 
     wait_until(shares, what="the share to be reported")
     assert shares() == [["", 0.1, 1]]

@@ -111,7 +111,7 @@ class Settings:
         Offer.SLICES,
         parsers.choice(Offer),
         "Resources of the node: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
-        " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
+        " `threads-and-memory` (two resources, of one GPU of the node); or `dra` (`--dra`): shares by Dynamic"
         " Resource Allocation.",
     )
     slice_resource: str = row("nvidia.com/gpu.mps-slice", _resource, "Resource name of the slices.")
@@ -208,6 +208,11 @@ class Settings:
         "Whether the node's labels and annotation are written: `auto` (where `node` and the API server are known),"
         " `always`, or `never`.",
     )
+    pod_events: When = row(
+        When.AUTO,
+        parsers.choice(When),
+        "Whether events about pods are written: as `report`.",
+    )
     report_interval: float = row(
         30.0, _seconds, "Minimum seconds from one write of the labels and the annotation to the next."
     )
@@ -246,13 +251,13 @@ def _offers(settings: Settings) -> str:
     memory = format_size(settings.memory_unit.mebibytes * MIB)
     match settings.resources:
         case Offer.SLICES:
-            each = f"each is {1000 // settings.slices / 10:g} % of its threads and of its memory"
+            each = f"each is {100 / settings.slices:.3g} % of its memory, with threads in proportion"
             return f"{settings.slices} of {settings.slice_resource} for each GPU: {each}"
         case Offer.MEMORY:
             return f"{settings.memory_resource}: each is {memory} of a GPU, with threads in proportion"
         case Offer.THREADS_AND_MEMORY:
             threads = f"{settings.core_resource} ({settings.core_unit} % of its threads)"
-            return f"of its only GPU {threads} and {settings.memory_resource} ({memory})"
+            return f"of one GPU {threads} and {settings.memory_resource} ({memory})"
         case Offer.DRA:
             step = format_size(settings.memory_step.mebibytes * MIB)
             return f"devices of {settings.domain}, in steps of {settings.thread_step} % of the threads and {step}"
@@ -275,7 +280,7 @@ def check_capabilities(settings: Settings, effective: int) -> None:
 
 
 def _check(settings: Settings) -> None:
-    if not settings.node and (settings.resources is Offer.DRA or settings.report is When.ALWAYS):
+    if not settings.node and (settings.resources is Offer.DRA or When.ALWAYS in {settings.report, settings.pod_events}):
         raise ConfigurationError(
             "node: what is written to the API server needs the node's name",
             hint=f"give it with --node, or {PREFIX}NODE from the field spec.nodeName",

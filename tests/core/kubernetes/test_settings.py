@@ -86,14 +86,14 @@ def test_capabilities(lacking: Capability) -> None:
 @pytest.mark.parametrize(
     ("document", "says"),
     [
-        ("", "100 of nvidia.com/gpu.mps-slice for each GPU: each is 1 % of its threads and of its memory"),
+        ("", "100 of nvidia.com/gpu.mps-slice for each GPU: each is 1 % of its memory, with threads in proportion"),
         (
             'resources = "memory"\nmemory_resource = "aliyun.com/gpu-mem"',
             "aliyun.com/gpu-mem: each is 1GiB of a GPU, with threads in proportion",
         ),
         (
             'resources = "threads-and-memory"\ncore_unit = 5',
-            "of its only GPU nvidia.com/mps-core (5 % of its threads) and nvidia.com/mps-memory (1GiB)",
+            "of one GPU nvidia.com/mps-core (5 % of its threads) and nvidia.com/mps-memory (1GiB)",
         ),
         (
             'node = "a"\nresources = "dra"\nthread_step = 5',

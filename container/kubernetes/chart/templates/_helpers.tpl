@@ -56,9 +56,11 @@ annotations:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
-{{- if or .Values.nodeLabels .Values.dra.enabled }}
+{{- if include "mpsd.usesApi" . }}
 - name: MPSD_KUBERNETES_REPORT
   value: {{ ternary "always" "never" .Values.nodeLabels }}
+- name: MPSD_KUBERNETES_POD_EVENTS
+  value: {{ ternary "always" "never" .Values.podEvents.enabled }}
 {{- end }}
 {{- with (include "mpsd.part" . | fromYaml).extraEnv }}
 {{ toYaml . }}
@@ -71,7 +73,7 @@ annotations:
 
 {{- /* "yes" where mpsd-kubernetes talks to the API server, and nothing elsewhere. */ -}}
 {{- define "mpsd.usesApi" -}}
-{{- if or .Values.dra.enabled (and .Values.devicePlugin.enabled .Values.nodeLabels) }}yes{{ end -}}
+{{- if or .Values.dra.enabled (and .Values.devicePlugin.enabled (or .Values.nodeLabels .Values.podEvents.enabled)) }}yes{{ end -}}
 {{- end -}}
 
 {{- /* The account of the pods; nothing where they need none of their own. */ -}}

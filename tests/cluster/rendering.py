@@ -72,3 +72,9 @@ def by_kind(objects: list[Any]) -> dict[str, Any]:
     found = {each["kind"]: each for each in objects}
     assert len(found) == len(objects), json.dumps(objects)
     return found
+
+
+def only(objects: list[Any], kind: str) -> Any:
+    """Return the only object of a kind."""
+    (found,) = (each for each in objects if each["kind"] == kind)
+    return found

@@ -13,7 +13,7 @@ import pytest
 
 from mpsd.core.configuration.document import parse
 from tests.cluster.cluster import Cluster
-from tests.cluster.rendering import by_kind, helm, hooks, kustomized, named, rendered
+from tests.cluster.rendering import by_kind, helm, hooks, kustomized, named, only, rendered
 from tests.container import manifests
 from tests.container.restricted import forbidden
 
@@ -29,8 +29,7 @@ DRA: Final = {"devicePlugin": {"enabled": False}, "dra": {"enabled": True}}
 
 def pod(objects: list[Any]) -> Any:
     """Return the specification of the DaemonSet's pods, with its lists sorted by name."""
-    (found,) = (each for each in objects if each["kind"] == "DaemonSet")
-    spec = copy.deepcopy(found["spec"]["template"]["spec"])
+    spec = copy.deepcopy(only(objects, "DaemonSet")["spec"]["template"]["spec"])
     for volume in spec["volumes"]:
         if "configMap" in volume:
             volume["configMap"]["name"] = volume["configMap"]["name"].partition("-")[0]  # without kustomize's hash
@@ -69,11 +68,19 @@ def test_dynamic_resource_allocation(version: str) -> None:
     everything = rendered(**DRA, nodeLabels=True)
     for each in (*objects, *everything, *rendered(**DRA), *rendered(**OTHERWISE), *rendered(nodeLabels=True)):
         kubernetes_validate.validate(each, version, strict=True)
-    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named(objects).keys()
-    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd")} < named(everything).keys()
+    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd.internal")} < named(objects).keys()
+    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd.internal")} < named(everything).keys()
     driver = next(each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
     assert "--dra" in driver["args"]
     assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
+
+
+def test_of_a_fork() -> None:
+    """A fork has all names of the cluster under a domain of its own."""
+    objects = rendered(**DRA, domain="gpu.example.org")
+    assert "mpsd.internal" not in json.dumps(objects)
+    (driver,) = (each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
+    assert {"name": "MPSD_KUBERNETES_DOMAIN", "value": "gpu.example.org"} in driver["env"]
 
 
 def test_policy_alone() -> None:
@@ -175,7 +182,7 @@ def test_chart_with_driver_is_the_overlay() -> None:
     assert made[of_events]["rules"] == meant[of_events]["rules"]
     for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
         assert made[kind, "mpsd-kubernetes-own-node"]["spec"] == meant[kind, "mpsd-kubernetes-own-node"]["spec"]
-    for name in ("mpsd", "mpsd-strict"):
+    for name in ("mpsd.internal", "strict.mpsd.internal"):
         assert made["DeviceClass", name]["spec"] == meant["DeviceClass", name]["spec"]
     for binding in (each for each in chart if each["kind"] == "ClusterRoleBinding"):
         account = ("ServiceAccount", binding["subjects"][0]["name"])
@@ -280,7 +287,7 @@ def test_a_changed_configuration_is_a_revision() -> None:
     """A change of a configuration alone changes the pods, so that an upgrade can tell which of them have it."""
 
     def annotations(**values: Any) -> Any:
-        return by_kind(rendered(**values))["DaemonSet"]["spec"]["template"]["metadata"]["annotations"]
+        return only(rendered(**values), "DaemonSet")["spec"]["template"]["metadata"]["annotations"]
 
     assert annotations() == annotations(quota={"pods": "1"})
     assert annotations() != annotations(devicePlugin={"config": "slices = 8"})
@@ -317,7 +324,7 @@ def test_check(tmp_path: Path, values: dict[str, Any]) -> None:
     done = checked(tmp_path, **values)
     assert {*done} == {each["name"] for each in pod(rendered(**values))["containers"]}
     assert [each.returncode for each in done.values()] == [0] * len(done)
-    (meant,) = (each["data"] for each in rendered(**values) if each["kind"] == "ConfigMap")
+    meant = only(rendered(**values), "ConfigMap")["data"]
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == meant
 
 
@@ -377,6 +384,6 @@ def test_api_server(cluster: Cluster, overlay: str) -> None:
     cluster.apply(*namespaces)
     said = cluster.apply(*objects, options=["--dry-run=server"])
     assert said.count("(server dry run)") == len(objects)
-    by_kind(objects)["DaemonSet"]["spec"]["template"]["spec"]["hostPIDs"] = True
+    only(objects, "DaemonSet")["spec"]["template"]["spec"]["hostPIDs"] = True
     with pytest.raises(AssertionError, match='unknown field "hostPIDs"'):
         cluster.apply(*objects, options=["--dry-run=server"])

@@ -56,6 +56,10 @@ annotations:
   valueFrom:
     fieldRef:
       fieldPath: spec.nodeName
+{{- if ne .Values.domain "mpsd.internal" }}
+- name: MPSD_KUBERNETES_DOMAIN
+  value: {{ .Values.domain }}
+{{- end }}
 {{- if include "mpsd.usesApi" . }}
 - name: MPSD_KUBERNETES_REPORT
   value: {{ ternary "always" "never" .Values.nodeLabels }}
@@ -68,7 +72,7 @@ annotations:
 {{- end -}}
 
 {{- define "mpsd.nodeSelector" -}}
-{{- default (dict "mpsd.internal/sharing" "true") .Values.nodeSelector | toYaml }}
+{{- default (dict (printf "%s/sharing" .Values.domain) "true") .Values.nodeSelector | toYaml }}
 {{- end -}}
 
 {{- /* "yes" where mpsd-kubernetes talks to the API server, and nothing elsewhere. */ -}}

@@ -169,6 +169,7 @@ class Gpu(TypedDict):
     name: str | None
     memory_total: int | None
     memory_reserved: int
+    threads_total: Annotated[float, about("Percent: 100, times `admission.threads_oversubscription`.")]
     threads_granted: float
     memory_granted: int
     memory_held: int | None

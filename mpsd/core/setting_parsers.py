@@ -161,8 +161,8 @@ def positive(value: object) -> float:
 
 def factor(value: object) -> float:
     """Accept a factor of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
-        raise ValueError("it is not a factor from 1.0 to 100")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 1000:  # noqa: PLR2004
+        raise ValueError("it is not a factor from 1.0 to 1000")
     return float(value)
 
 

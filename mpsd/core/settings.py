@@ -352,7 +352,8 @@ class Admission:
     threads_oversubscription: float = row(
         1.0,
         setting_parsers.factor,
-        "Maximum sum of the threads that are granted on a GPU, as a multiple of 100 %.",
+        "Maximum sum of the threads that are granted on a GPU, as a multiple of 100 %. On Kubernetes, shares have as"
+        " many more threads for the same memory.",
         unit="factor",
     )
     memory_reserve: int = size_row(512 * MIB, "Memory of each GPU that is never granted.")

@@ -165,6 +165,7 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
         position=gpu["index"],
         model=gpu["name"] or "",
         version=version or "",
+        tenths=int(gpu["threads_total"] * 10),
     )
 
 

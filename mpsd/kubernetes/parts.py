@@ -132,7 +132,7 @@ class GpuFollower(Part):
         if self._silent_since is not None:
             self._silent_since = None
             self._log.info(EventName.MPSD_ANSWERS)
-        self._put(gpus)
+        self._put(devices.of_one_gpu(gpus, self._settings))
 
     def _miss(self, error: MpsdError) -> None:
         now = clock.monotonic()

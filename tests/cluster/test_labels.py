@@ -32,7 +32,9 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
 def metadata(cluster: Cluster, what: str) -> dict[str, str]:
     """Return mpsd's labels or annotations of the node."""
     found = cluster.get("node", NODE)["metadata"].get(what, {})
-    return {name.removeprefix("mpsd.internal/"): value for name, value in found.items() if name.startswith("mpsd.internal/")}
+    return {
+        name.removeprefix("mpsd.internal/"): value for name, value in found.items() if name.startswith("mpsd.internal/")
+    }
 
 
 def shown(cluster: Cluster, *arguments: str) -> str:

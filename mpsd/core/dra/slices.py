@@ -128,24 +128,25 @@ def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
     }
     if gpu.driver is not None:
         attributes["driverBranch"] = {"int": gpu.driver}
-    whole = 100 // steps.percent * steps.percent
     return {
         "name": device_name(gpu.uuid),
         "allowMultipleAllocations": True,
         "attributes": attributes,
         "capacity": {
-            THREADS: _capacity(whole, steps.percent, str),
-            MEMORY: _capacity(memory, steps.mebibytes, allocation.quantity_of),
+            THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, str),
+            MEMORY: _capacity(memory, memory, steps.mebibytes, allocation.quantity_of),
         },
     }
 
 
-def _capacity(whole: int, step: int, write: Callable[[int], str]) -> dict[str, object]:
-    default = max(whole // _TENTH // step, 1) * step
+def _capacity(whole: int, most: int, step: int, write: Callable[[int], str]) -> dict[str, object]:
+    """Return an amount of which a share may have `most`: mpsd may grant more threads in sum than a GPU has."""
+    whole, most = whole // step * step, most // step * step
+    default = min(max(whole // _TENTH // step, 1) * step, most)
     return {
         "value": write(whole),
         "requestPolicy": {
             "default": write(default),
-            "validRange": {"min": write(step), "max": write(whole), "step": write(step)},
+            "validRange": {"min": write(step), "max": write(most), "step": write(step)},
         },
     }

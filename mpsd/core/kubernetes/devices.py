@@ -52,6 +52,8 @@ class Gpu(NamedTuple):
     model: str = ""
     version: str = ""
     """The version of its driver."""
+    tenths: int = _WHOLE
+    """The threads that mpsd grants of it in sum, in tenths of a percent: more than all where it oversubscribes them."""
 
 
 class Part(NamedTuple):
@@ -79,15 +81,15 @@ def resource_name(kind: Kind, settings: Settings) -> str:
 
 
 def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
-    """Refuse to offer two resources where Kubernetes could take them from two GPUs. Raises ConfigurationError."""
-    if settings.resources is Offer.THREADS_AND_MEMORY and len(gpus) > 1:
-        raise ConfigurationError(
-            f"the node has {len(gpus)} GPUs, and {settings.core_resource} and {settings.memory_resource} are totals of"
-            " a node: Kubernetes would pair threads of one GPU with memory of another",
-            hint='offer slices (resources = "slices"), or memory with threads in proportion (resources = "memory")',
-            limit="resources",
-        )
+    """Refuse units of which a GPU has none, or too many. Raises ConfigurationError."""
     for gpu in gpus:
+        if Kind.CORE in KINDS[settings.resources] and count(Kind.CORE, gpu, settings) > MOST_DEVICES:
+            raise ConfigurationError(
+                f"mpsd grants {gpu.tenths / 10:g} % of the threads of GPU {gpu.uuid}, which is more than {MOST_DEVICES}"
+                f" units of {settings.core_unit} %",
+                hint="set a larger core_unit",
+                limit="core_unit",
+            )
         if (
             Kind.MEMORY in KINDS[settings.resources]
             and not 0 < gpu.mebibytes // settings.memory_unit.mebibytes <= MOST_DEVICES
@@ -106,7 +108,7 @@ def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
         case Kind.SLICE:
             return settings.slices
         case Kind.CORE:
-            return 100 // settings.core_unit
+            return gpu.tenths // (settings.core_unit * 10)
         case Kind.MEMORY:
             return gpu.mebibytes // settings.memory_unit.mebibytes
 
@@ -146,11 +148,13 @@ def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[st
 def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
     """Return the threads and memory of a number of devices, rounded down so that all parts of a GPU fit on it together.
 
+    No part has more than all threads: where mpsd oversubscribes them, large parts have the same ones.
+
     Raises InvalidRequestError for threads without memory and, where both are offered, memory without threads.
     """
     if Kind.SLICE in counts:
         number = counts[Kind.SLICE]
-        return _checked(number * _WHOLE // settings.slices, number * gpu.mebibytes // settings.slices)
+        return _checked(number * gpu.tenths // settings.slices, number * gpu.mebibytes // settings.slices)
     missing = [kind for kind in KINDS[settings.resources] if not counts.get(kind)]
     if missing:
         given = ", ".join(resource_name(kind, settings) for kind in counts)
@@ -162,13 +166,15 @@ def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
         )
     memory = counts[Kind.MEMORY]
     if settings.resources is Offer.MEMORY:
-        return _checked(memory * _WHOLE // count(Kind.MEMORY, gpu, settings), memory * settings.memory_unit.mebibytes)
-    return _checked(counts[Kind.CORE] * settings.core_unit * 10, memory * settings.memory_unit.mebibytes)
+        tenths = memory * gpu.tenths // count(Kind.MEMORY, gpu, settings)
+    else:
+        tenths = counts[Kind.CORE] * settings.core_unit * 10
+    return _checked(tenths, memory * settings.memory_unit.mebibytes)
 
 
 def _checked(tenths: int, mebibytes: int) -> Part:
     if tenths > 0 and mebibytes > 0:
-        return Part(tenths, mebibytes)
+        return Part(min(tenths, _WHOLE), mebibytes)
     raise InvalidRequestError(
         f"{tenths / 10:g} % of the threads and {mebibytes} MiB are less than MPS can limit a client to",
         hint="request more of the resource",
@@ -210,6 +216,19 @@ def offered(seen: Iterable[Gpu], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
         uuid: gpu._replace(because="mpsd does not show it any more") for uuid, gpu in before.items() if uuid not in now
     }
     return {**gone, **now}
+
+
+def of_one_gpu(gpus: Mapping[str, Gpu], settings: Settings) -> dict[str, Gpu]:
+    """Return the GPUs to offer, of which only one has new work where two resources are offered: the first that may.
+
+    The resources are totals of a node: Kubernetes would pair threads of one GPU with memory of another.
+    """
+    if settings.resources is not Offer.THREADS_AND_MEMORY or not gpus:
+        return {**gpus}
+    first, *others = sorted(gpus.values(), key=lambda gpu: (bool(gpu.because), gpu.position, gpu.uuid))
+    names = f"{settings.core_resource} and {settings.memory_resource}"
+    because = f"{names} are offered of one GPU of a node, here of GPU {first.position}"
+    return {gpu.uuid: gpu._replace(because=gpu.because or because) for gpu in others} | {first.uuid: first}
 
 
 def unreachable(before: Mapping[str, Gpu], because: str) -> dict[str, Gpu]:

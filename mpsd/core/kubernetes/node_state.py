@@ -53,7 +53,7 @@ def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[st
     """Return the labels of a node; None for a label that it must not have."""
     found = list(gpus)
     usable = [each for each in found if not each.gpu.because]
-    threads = max((1000 - each.granted.tenths for each in usable), default=0)
+    threads = max((min(each.gpu.tenths - each.granted.tenths, 1000) for each in usable), default=0)
     memory = max((each.gpu.mebibytes - each.granted.mebibytes for each in usable), default=0)
     models = sorted({each.gpu.model for each in found})
     wanted = {

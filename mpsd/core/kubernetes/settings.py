@@ -111,7 +111,7 @@ class Settings:
         Offer.SLICES,
         parsers.choice(Offer),
         "Resources of the node: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
-        " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
+        " `threads-and-memory` (two resources, of one GPU of the node); or `dra` (`--dra`): shares by Dynamic"
         " Resource Allocation.",
     )
     slice_resource: str = row("nvidia.com/gpu.mps-slice", _resource, "Resource name of the slices.")

@@ -114,6 +114,7 @@ class NodeHandlers:
             name=gpu.name if gpu else None,
             memory_total=gpu.memory_total if gpu else None,
             memory_reserved=settings.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
+            threads_total=100 * settings.admission.threads_oversubscription,
             threads_granted=given.threads / 10,
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,

@@ -48,10 +48,13 @@ class TestQuantities:
     mebibytes=st.integers(0, 400_000),
     percent=st.integers(1, 50),
     step=st.sampled_from([1, 16, 256, 1000, 1024, 4096]),
+    tenths=st.integers(1000, 10**6),
 )
-def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, percent: int, step: int) -> None:
+def test_each_published_range_is_one_that_kubernetes_takes(
+    mebibytes: int, percent: int, step: int, tenths: int
+) -> None:
     """Kubernetes requires min <= default <= max <= value, min + step <= value, and multiples of the step."""
-    gpu = Gpu("GPU-1", mebibytes, "/run", 550, "", 0, "M" * 200, "550.1")
+    gpu = Gpu("GPU-1", mebibytes, "/run", 550, "", 0, "M" * 200, "550.1", tenths)
     document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step))
     for device in document["spec"]["devices"]:
         for capacity in device["capacity"].values():
@@ -63,6 +66,9 @@ def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, perce
             assert 0 < least <= default <= most <= value
             assert least + size <= value
             assert (default - least) % size == (most - least) % size == 0
+        threads = device["capacity"]["threads"]
+        assert tenths // 10 - percent < int(threads["value"]) <= tenths // 10
+        assert int(threads["requestPolicy"]["validRange"]["max"]) <= 100
         assert all(len(str(text)) <= 64 for each in device["attributes"].values() for text in each.values())
     assert len(document["spec"]["devices"]) == (mebibytes >= 2 * step)
 

@@ -36,6 +36,47 @@ def test_a_part(settings: Settings, counts: Mapping[Kind, int], part: Part) -> N
     assert devices.part_of(counts, ONE, settings) == part
 
 
+@pytest.mark.parametrize(
+    ("settings", "counts", "factor", "part"),
+    [
+        (SLICES, {Kind.SLICE: 20}, 2, Part(400, 16281)),
+        (SLICES, {Kind.SLICE: 80}, 2, Part(1000, 65126)),
+        (MEMORY, {Kind.MEMORY: 7}, 1.5, Part(132, 7168)),
+        (MEMORY, {Kind.MEMORY: 1}, 512, Part(1000, 1024)),
+        (BOTH, {Kind.CORE: 50, Kind.MEMORY: 8}, 2, Part(500, 8192)),
+    ],
+)
+def test_threads_beyond_all(settings: Settings, counts: Mapping[Kind, int], factor: float, part: Part) -> None:
+    """Where mpsd grants threads beyond 100 % in sum, parts have as much more of them, and at most all.
+
+    Two resources state threads exactly; there are more of them instead.
+    """
+    gpu = ONE._replace(tenths=int(factor * 1000))
+    assert devices.part_of(counts, gpu, settings) == part
+    assert devices.count(Kind.CORE, gpu, BOTH) == int(factor * 100)
+
+
+def test_more_threads_than_devices() -> None:
+    """A node whose threads resource would have too many devices for a label is not offered."""
+    with pytest.raises(ConfigurationError, match="grants 5000 % of the threads"):
+        devices.check_node([ONE._replace(tenths=50_000)], BOTH)
+
+
+def test_of_one_gpu() -> None:
+    """Two resources are offered of the first GPU that has new work, and the others say so; anything else, of all."""
+    gpus = {each: Gpu(each, 1024, "", 555, position=number) for number, each in enumerate(["GPU-a", "GPU-b", "GPU-c"])}
+
+    def offered(settings: Settings) -> list[str]:
+        return [each.because for _, each in sorted(devices.of_one_gpu(gpus, settings).items())]
+
+    assert offered(SLICES) == ["", "", ""]
+    assert devices.of_one_gpu({}, BOTH) == {}
+    told = "nvidia.com/mps-core and nvidia.com/mps-memory are offered of one GPU of a node, here of GPU"
+    assert offered(BOTH) == ["", f"{told} 0", f"{told} 0"]
+    gpus["GPU-a"] = gpus["GPU-a"]._replace(because="held")
+    assert offered(BOTH) == ["held", "", f"{told} 1"]
+
+
 def test_too_little() -> None:
     """An amount that rounds down to nothing is refused: MPS would take it for no limit."""
     with pytest.raises(InvalidRequestError, match="less than MPS can limit"):
@@ -47,10 +88,11 @@ def test_too_little() -> None:
     st.integers(MOST_DEVICES, 10**6),
     st.lists(st.integers(1, MOST_DEVICES), max_size=40),
     st.sampled_from([Kind.SLICE, Kind.MEMORY]),
+    st.integers(1000, 10**6),
 )
-def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind: Kind) -> None:
-    """However the devices of a GPU are distributed, their shares add up to at most the GPU."""
-    gpu = ONE._replace(mebibytes=mebibytes)
+def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind: Kind, tenths: int) -> None:
+    """However the devices of a GPU are distributed, their shares add up to at most what mpsd grants of the GPU."""
+    gpu = ONE._replace(mebibytes=mebibytes, tenths=tenths)
     offer = Offer.SLICES if kind is Kind.SLICE else Offer.MEMORY
     settings = Settings(resources=offer, slices=slices, memory_unit=PinnedDeviceMemLimit(max(1, mebibytes // slices)))
     left, parts = devices.count(kind, gpu, settings), []
@@ -58,7 +100,7 @@ def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind
         if each <= left and each * 1000 >= devices.count(kind, gpu, settings):
             left -= each
             parts.append(devices.part_of({kind: each}, gpu, settings))
-    assert sum(part.tenths for part in parts) <= 1000
+    assert sum(part.tenths for part in parts) <= tenths
     assert sum(part.mebibytes for part in parts) <= mebibytes
 
 

@@ -314,16 +314,26 @@ class TestThreadsAndMemory:
         assert cluster.leases() == []
 
     def test_two_gpus(self, make_cluster: MakeCluster) -> None:
-        """A node with two GPUs is not offered like this, and the program's last message has the reason."""
-        cluster = make_cluster(settings=TWO, simulate=2, start=False)
-        cluster.start_kubelet()
-        cluster.start_plugin()
-        assert cluster.plugin is not None
-        assert cluster.plugin.wait(20) == 78
-        last = (cluster.root / "plugin.log").read_text().splitlines()[-2:]
-        assert "the node has 2 GPUs" in last[0]
-        assert 'resources = "slices"' in last[1]
-        assert cluster.order("devices") == {}
+        """A node with two GPUs offers one of them, so that both resources are of one GPU; if it is held, the other."""
+        cluster = make_cluster(settings=TWO, simulate=2)
+        assert cluster.healthy(CORE) == 100
+        first, second = (each["uuid"] for each in cluster.node.get("/v1/gpus").json["gpus"])
+        pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
+        pod.start("main")
+        assert [each["gpus"] for each in cluster.await_held(pod)] == [[first]]
+        with pytest.raises(RefusedError, match="Requested: 60, Available: 50"):
+            cluster.create({"main": {CORE: 60, MEMORY: 8}})
+        said = {each["gpu"]: each["because"] for each in cluster.log("devices_changed")}
+        assert said[second].endswith("are offered of one GPU of a node, here of GPU 0")
+        cluster.node.request("POST", "/v1/daemons/gpu0/hold")
+
+        def offered() -> set[str]:
+            devices = [*cluster.order("devices")[CORE].items(), *cluster.order("devices")[MEMORY].items()]
+            return {each.partition("::")[0] for each, is_healthy in devices if is_healthy}
+
+        wait_until(lambda: offered() == {second}, what="the other GPU to be offered")
+        cluster.create({"main": {CORE: 60, MEMORY: 8}}).start("main")
+        assert sorted(each["gpus"][0] for each in cluster.leases()) == sorted([first, second])
 
     def test_no_room(self, make_cluster: MakeCluster) -> None:
         """If others have what kubelet counts as free, the container fails with mpsd's reason until they are gone.
@@ -340,6 +350,37 @@ class TestThreadsAndMemory:
         cluster.node.request("DELETE", f"/v1/leases/{other['id']}")
         pod.start("main")
         cluster.await_held(pod)
+
+
+class TestThreadsBeyondAll:
+    """`admission.threads_oversubscription` of mpsd holds for pods too."""
+
+    @pytest.mark.parametrize(
+        ("settings", "factor", "requests", "threads"),
+        [
+            ({}, 2, [{SLICE: 30}, {SLICE: 60}], [60, 100]),
+            ({"RESOURCES": "memory"}, 512, [{MEMORY: 1}, {MEMORY: 16}], [100, 100]),
+            (TWO, 3, [{CORE: 60, MEMORY: 8}, {CORE: 100, MEMORY: 8}], [60, 100]),
+        ],
+    )
+    def test_pods(
+        self,
+        make_cluster: MakeCluster,
+        settings: dict[str, str],
+        factor: int,
+        requests: list[dict[str, int]],
+        threads: list[float],
+    ) -> None:
+        """Slices and memory have as much more threads, at most all; of two resources there are more threads."""
+        cluster = make_cluster(settings=settings, config=f"[admission]\nthreads_oversubscription = {factor}\n")
+        for request, percent in zip(requests, threads, strict=True):
+            pod = cluster.create({"main": request})
+            pod.start("main")
+            (lease,) = cluster.await_held(pod)
+            assert lease["active_thread_percentage"] == percent
+        if settings == TWO:
+            with pytest.raises(RefusedError, match=r"percentage 110 is not in \(0, 100\]"):
+                cluster.create({"main": {CORE: 110, MEMORY: 1}})
 
 
 class TestMemory:

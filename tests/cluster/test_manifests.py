@@ -60,11 +60,19 @@ def test_dynamic_resource_allocation(version: str) -> None:
     everything = rendered(**DRA, nodeLabels=True)
     for each in (*objects, *everything, *rendered(**DRA), *rendered(**OTHERWISE), *rendered(nodeLabels=True)):
         kubernetes_validate.validate(each, version, strict=True)
-    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named(objects).keys()
-    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd")} < named(everything).keys()
+    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd.internal")} < named(objects).keys()
+    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd.internal")} < named(everything).keys()
     driver = next(each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
     assert "--dra" in driver["args"]
     assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
+
+
+def test_of_a_fork() -> None:
+    """A fork has all names of the cluster under a domain of its own, but for the label of the nodes that it chooses."""
+    objects = rendered(**DRA, domain="gpu.example.org")
+    assert "mpsd.internal" not in json.dumps([each for each in objects if each["kind"] == "DeviceClass"])
+    (driver,) = (each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
+    assert {"name": "MPSD_KUBERNETES_DOMAIN", "value": "gpu.example.org"} in driver["env"]
 
 
 def test_policy_alone() -> None:
@@ -147,7 +155,7 @@ def test_chart_with_driver_is_the_overlay() -> None:
     assert made[of_events]["rules"] == meant[of_events]["rules"]
     for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
         assert made[kind, "mpsd-kubernetes-own-node"]["spec"] == meant[kind, "mpsd-kubernetes-own-node"]["spec"]
-    for name in ("mpsd", "mpsd-strict"):
+    for name in ("mpsd.internal", "strict.mpsd.internal"):
         assert made["DeviceClass", name]["spec"] == meant["DeviceClass", name]["spec"]
     for binding in (each for each in chart if each["kind"] == "ClusterRoleBinding"):
         account = ("ServiceAccount", binding["subjects"][0]["name"])

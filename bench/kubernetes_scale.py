@@ -27,6 +27,7 @@ from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
+from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.kubernetes.api_server import ApiServer, Place
 
 _GIB: Final = 1024
@@ -60,7 +61,7 @@ def states(number: int, shares: int) -> list[GpuState]:
 
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
     """Return the slice of a node."""
-    found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", "mpsd", "anytime")
+    found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", DOMAIN, "anytime")
     before = {"spec": {"pool": {"generation": generation - 1}}}
     return slices.document(found, gpus(number), _STEPS, before)
 
@@ -74,7 +75,7 @@ def sizes() -> None:
     for number, shares in ((1, 4), (8, 4), (8, 20), (16, 48)):
         size = len(node_state.annotation(states(number, shares)))
         print(f"  annotation, {number:2} GPUs with {shares:2} pods each: {size:6}  {size * 1000 / 2**20:6.1f} MiB")
-    labels = node_state.labels(states(8, 4), "dra", 570)
+    labels = node_state.labels(DOMAIN, states(8, 4), "dra", 570)
     print(f"  labels: {sum(len(name) + len(value or '') for name, value in labels.items())} in {len(labels)}")
     took = _seconds(lambda: [document(0, 8) for _ in range(200)]) / 200
     print(f"  to make and compare a slice of 8 GPUs: {took * 1e6:.0f} us")
@@ -231,8 +232,9 @@ def real(programs: Path, nodes: int, interval: float) -> None:
             server.document("PUT", path, {**_configmap(each, 2), "metadata": found["metadata"]})
 
         def patch(each: int) -> None:
-            labels = node_state.labels(states(8, 4), "dra", 570)
-            wanted = node_state.difference(server.node(f"node-{each:04}"), labels, node_state.annotation(states(8, 4)))
+            labels = node_state.labels(DOMAIN, states(8, 4), "dra", 570)
+            notes = {node_state.annotation_key(DOMAIN): node_state.annotation(states(8, 4))}
+            wanted = node_state.difference(server.node(f"node-{each:04}"), labels, notes)
             assert wanted is not None
             server.patch_node(f"node-{each:04}", wanted)
 

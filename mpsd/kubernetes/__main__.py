@@ -55,10 +55,11 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
         place = api_server.place(found, os.environ)
         importlib.import_module("mpsd.kubernetes.dra.service").run_driver(started, place)
     else:
-        reports = found.report is When.ALWAYS or (
-            found.report is When.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
+        is_known = bool(found.node) and api_server.is_known(found, os.environ)
+        wanted = When.ALWAYS in {found.report, found.pod_events} or (
+            is_known and {found.report, found.pod_events} != {When.NEVER}
         )
-        run_plugin(started, api_server.place(found, os.environ) if reports else None)
+        run_plugin(started, api_server.place(found, os.environ) if wanted else None)
 
 
 def main() -> None:

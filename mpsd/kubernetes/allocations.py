@@ -25,11 +25,13 @@ from mpsd.core.model import Limits, Visible
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.roles import RESERVED
+from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.kubelet import Kubelet, User, group_path, is_populated
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
-from mpsd.kubernetes.pod_leases import PodLeases
+from mpsd.kubernetes.pod_events import PodName, Reason
+from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -51,8 +53,8 @@ class Allocations(PodLeases):
 
     pause = 1.0  # each container is announced just before it starts
 
-    def __init__(self, program: Program, kubelet: Kubelet) -> None:
-        super().__init__(program)
+    def __init__(self, program: Program, kubelet: Kubelet, api_server: ApiServer | None) -> None:
+        super().__init__(program, api_server)
         self._kubelet = kubelet
         self._lock = threading.Lock()
         self._pending: list[Open] = []
@@ -275,6 +277,8 @@ class Allocations(PodLeases):
         if self._is_new(held.lease, error):
             facts = self._facts_of(container)
             self._log.error(EventName.CONTAINER_NOT_HELD, error, lease=held.lease, **facts, uid=uid)
+            message = f"container {container.name}: {told_to_users(error)}"
+            self.events.warn(container.pod, Reason.LEASE_NOT_HELD, message)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:
         self._refused.pop(lease, None)
@@ -283,6 +287,11 @@ class Allocations(PodLeases):
 
     def _facts_of(self, container: Container) -> dict[str, object]:
         return {"pod": container.pod, "container": container.name, "name": self._kubelet.name_of(container)}
+
+    def _pod_name(self, pod: str) -> PodName | None:
+        names = (self._kubelet.name_of(each) for each in self._recorded() or () if each.pod == pod)
+        name = next(filter(None, names), None)
+        return None if name is None else PodName(*name.split("/")[:2])
 
     def _try(self, action: Release | Renew) -> None:
         """Do an action; one that mpsd refuses is decided again by the next reconciliation."""

@@ -33,7 +33,7 @@ class NodeReport(Part):
     def __init__(self, program: Program, api_server: ApiServer) -> None:
         super().__init__(program)
         self._api_server = api_server
-        self._written: tuple[dict[str, str | None], str] | None = None
+        self._written: tuple[dict[str, str | None], dict[str, str]] | None = None
 
     def run(self) -> None:
         """Write until the program ends."""
@@ -59,8 +59,9 @@ class NodeReport(Part):
         leases = self._mpsd.leases()
         states = [_state(each, leases) for each in gpus]
         branches = {each.driver for each in gpus}
-        labels = node_state.labels(states, self._settings.resources, branches.pop() if len(branches) == 1 else None)
-        wanted = labels, node_state.annotation(states)
+        domain, branch = self._settings.domain, branches.pop() if len(branches) == 1 else None
+        labels = node_state.labels(domain, states, self._settings.resources, branch)
+        wanted = labels, {node_state.annotation_key(domain): node_state.annotation(states)}
         if wanted == self._written:
             return False
         patch = node_state.difference(self._api_server.node(self._settings.node), *wanted)

@@ -13,10 +13,12 @@ from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotPermi
 from mpsd.core.kubernetes.claims import ROOT, Held, Release, Renew
 from mpsd.core.kubernetes.devices import Part as Share
 from mpsd.kubernetes import kubelet
+from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
+from mpsd.kubernetes.pod_events import PodEvents, PodName
 
 
 class PodLeases(Part, ABC):
@@ -25,8 +27,10 @@ class PodLeases(Part, ABC):
     pause: float
     """Seconds between two searches for the programs of containers, where none is about to start."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, api_server: ApiServer | None) -> None:
+        """`api_server` is for events about pods; None where none are written."""
         super().__init__(program)
+        self.events = PodEvents(program, api_server, self._pod_name)
         self._pending: Sized = ()
         self._said: dict[str, str] = {}
         """The last logged failure by lease or claim, so that it is not logged again each second."""
@@ -45,6 +49,10 @@ class PodLeases(Part, ABC):
     @abstractmethod
     def complete(self) -> None:
         """Let pods take the leases of those containers whose program runs by now."""
+
+    @abstractmethod
+    def _pod_name(self, pod: str) -> PodName | None:
+        """Return the name of a pod by its uid; None where it is unknown."""
 
     def _claim(self, gpu: str, share: Share, uid: int | None, processes: int | str, **more: object) -> LeaseAnswer:
         """Claim a lease for a user, if it is known. Raises mpsd's refusal."""

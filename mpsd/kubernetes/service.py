@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import KINDS
+from mpsd.core.kubernetes.settings import When
 from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.api_server import ApiServer, Place
 from mpsd.kubernetes.endpoint import Endpoint
@@ -58,11 +59,16 @@ class Service(Part):
         leases: PodLeases,
         threads: Mapping[str, Callable[[], None]],
     ) -> None:
-        """`threads` are those that write to the API server, by their names."""
+        """`threads` are more of them, by their names."""
         super().__init__(program)
         self._endpoints = endpoints
         self._leases = leases
-        self._threads = {"mpsd": GpuFollower(program).run, "signals": lambda: signal.sigwait(_SIGNALS), **threads}
+        self._threads = {
+            "mpsd": GpuFollower(program).run,
+            "events": leases.events.run,
+            "signals": lambda: signal.sigwait(_SIGNALS),
+            **threads,
+        }
         self._failure: Exception | None = None
 
     def run(self, **facts: object) -> None:
@@ -119,13 +125,14 @@ class Service(Part):
 
 
 def run_plugin(program: Program, place: Place | None) -> None:
-    """Run the device plugin, as `Service.run`; `place` is the address of the API server, if the node is labelled."""
-    kubelet = Kubelet(program.settings)
-    allocations = Allocations(program, kubelet)
-    kinds = KINDS[program.settings.resources]
+    """Run the device plugin, as `Service.run`; `place` is the address of the API server, where that is known."""
+    settings, kubelet = program.settings, Kubelet(program.settings)
+    server = None if place is None else ApiServer(place, program.ended)
+    allocations = Allocations(program, kubelet, None if settings.pod_events is When.NEVER else server)
+    kinds = KINDS[settings.resources]
     Service(
         program,
         endpoints=[Endpoint(program, kind, kubelet, allocations) for kind in kinds],
         leases=allocations,
-        threads={} if place is None else {"node": NodeReport(program, ApiServer(place, program.ended)).run},
-    ).run(node=program.settings.node, resources=[devices.resource_name(kind, program.settings) for kind in kinds])
+        threads={} if server is None or settings.report is When.NEVER else {"node": NodeReport(program, server).run},
+    ).run(node=settings.node, resources=[devices.resource_name(kind, settings) for kind in kinds])

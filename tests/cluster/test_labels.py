@@ -26,7 +26,7 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
     yield mpsd
     mpsd.remove()
     for each in ("clusterrole", "clusterrolebinding"):
-        cluster.kubectl("delete", each, "mpsd-kubernetes-labels")
+        cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")
 
 
 def metadata(cluster: Cluster, what: str) -> dict[str, str]:
@@ -45,7 +45,7 @@ def shown(cluster: Cluster, *arguments: str) -> str:
 
 
 def test_rights(cluster: Cluster, mpsd: Mpsd) -> None:
-    """The pod's account may only read and patch Nodes; mpsd's own container has no token of it."""
+    """The pod's account may only read and patch Nodes, and create events; mpsd's container has no token of it."""
     account = f"--as=system:serviceaccount:{NAMESPACE}:mpsd-kubernetes"
 
     def may(verb: str, *what: str) -> str:
@@ -54,7 +54,8 @@ def test_rights(cluster: Cluster, mpsd: Mpsd) -> None:
     assert [may(each, "nodes") for each in ("get", "patch")] == ["yes", "yes"]
     for verb in ("list", "watch", "update", "create", "delete"):
         assert may(verb, "nodes") == "no"
-    for verb, what in (("patch", "nodes/status"), ("get", "pods"), ("get", "secrets"), ("create", "events")):
+    assert may("create", "events") == "yes"
+    for verb, what in (("patch", "nodes/status"), ("get", "pods"), ("get", "secrets"), ("get", "events")):
         assert may(verb, *what.split("/")[:1], *(f"--subresource={each}" for each in what.split("/")[1:])) == "no"
     spec: Any = mpsd.ready()["spec"]
     mounts = {each["name"]: {one["mountPath"] for one in each["volumeMounts"]} for each in spec["containers"]}

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 VERSIONS: Final = ("1.29", "1.34", "1.35", "1.36", "1.37")
 WITH_DRA: Final = ("1.34", "1.35", "1.36", "1.37")
 OVERLAYS: Final = ("daemonset", "device-plugin", "device-plugin-labels", "sidecar")
+SILENT: Final = {"podEvents": {"enabled": False}}
 DRA: Final = {"devicePlugin": {"enabled": False}, "dra": {"enabled": True}}
 
 
@@ -59,11 +60,19 @@ def test_dynamic_resource_allocation(version: str) -> None:
     everything = rendered(**DRA, nodeLabels=True)
     for each in (*objects, *everything, *rendered(**DRA), *rendered(**OTHERWISE), *rendered(nodeLabels=True)):
         kubernetes_validate.validate(each, version, strict=True)
-    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named(objects).keys()
-    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd")} < named(everything).keys()
+    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd.internal")} < named(objects).keys()
+    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd.internal")} < named(everything).keys()
     driver = next(each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
     assert "--dra" in driver["args"]
     assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
+
+
+def test_of_a_fork() -> None:
+    """A fork has all names of the cluster under a domain of its own, but for the label of the nodes that it chooses."""
+    objects = rendered(**DRA, domain="gpu.example.org")
+    assert "mpsd.internal" not in json.dumps([each for each in objects if each["kind"] == "DeviceClass"])
+    (driver,) = (each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
+    assert {"name": "MPSD_KUBERNETES_DOMAIN", "value": "gpu.example.org"} in driver["env"]
 
 
 def test_policy_alone() -> None:
@@ -96,8 +105,8 @@ OTHERWISE: Final = {
 
 
 def test_chart_is_the_overlay() -> None:
-    """By default the chart equals the overlay with the device plugin, and without that the one of mpsd alone."""
-    chart, overlay = by_kind(rendered()), by_kind(kustomized("device-plugin"))
+    """Without events the chart equals the overlay with the device plugin, and without that the one of mpsd alone."""
+    chart, overlay = by_kind(rendered(**SILENT)), by_kind(kustomized("device-plugin"))
     assert chart["DaemonSet"]["spec"]["updateStrategy"] == overlay["DaemonSet"]["spec"]["updateStrategy"]
     assert chart["ResourceQuota"]["spec"] == overlay["ResourceQuota"]["spec"]
     ours = pod([chart["DaemonSet"]])
@@ -111,16 +120,21 @@ def test_chart_is_the_overlay() -> None:
 
 
 def test_chart_with_labels_is_the_overlay() -> None:
-    """With `nodeLabels` the chart equals the overlay with labels; its role is the same, and no other object has one."""
+    """With `nodeLabels` the chart equals the overlay with labels; its roles are the same, and by default it has one."""
     chart, overlay = rendered(nodeLabels=True), kustomized("device-plugin-labels")
     ours = pod(chart)
     (plugin,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
     del plugin["args"][-2:]
     assert ours == pod(overlay)
-    theirs = named(overlay)["ClusterRole", "mpsd-kubernetes-labels"]
-    assert named(chart)["ClusterRole", "mpsd-kubernetes"]["rules"] == theirs["rules"]
-    assert theirs["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
-    for each in (rendered(), rendered(devicePlugin={"enabled": False}, nodeLabels=True)):
+    of_nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
+    of_events = [{"apiGroups": [""], "resources": ["events"], "verbs": ["create"]}]
+    found = {name: each["rules"] for (kind, name), each in named(overlay).items() if kind == "ClusterRole"}
+    assert found == {"mpsd-kubernetes-labels": of_nodes, "mpsd-kubernetes-pod-events": of_events}
+    for rendering, roles in ((chart, [of_nodes, of_events]), (rendered(), [of_events])):
+        assert [each["rules"] for each in rendering if each["kind"] == "ClusterRole"] == roles
+        bound = {each["roleRef"]["name"] for each in rendering if each["kind"] == "ClusterRoleBinding"}
+        assert bound == {each["metadata"]["name"] for each in rendering if each["kind"] == "ClusterRole"}
+    for each in (rendered(**SILENT), rendered(devicePlugin={"enabled": False}, nodeLabels=True)):
         assert {one["kind"] for one in each} == {"ConfigMap", "DaemonSet", "ResourceQuota"}
         assert "serviceAccountName" not in pod(each)
 
@@ -132,19 +146,22 @@ def test_chart_with_driver_is_the_overlay() -> None:
     (driver,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
     at = driver["args"].index("--kubelet-dir")
     del driver["args"][at : at + 2]
-    driver["env"].remove({"name": "MPSD_KUBERNETES_REPORT", "value": "always"})
+    for each in ("REPORT", "POD_EVENTS"):
+        driver["env"].remove({"name": f"MPSD_KUBERNETES_{each}", "value": "always"})
     assert ours == pod(overlay)
     made, meant = named(chart), named(overlay)
     assert rules(made["ClusterRole", "mpsd-kubernetes"]) == rules(meant["ClusterRole", "mpsd-kubernetes-dra"])
+    of_events = "ClusterRole", "mpsd-kubernetes-pod-events"
+    assert made[of_events]["rules"] == meant[of_events]["rules"]
     for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
         assert made[kind, "mpsd-kubernetes-own-node"]["spec"] == meant[kind, "mpsd-kubernetes-own-node"]["spec"]
-    for name in ("mpsd", "mpsd-strict"):
+    for name in ("mpsd.internal", "strict.mpsd.internal"):
         assert made["DeviceClass", name]["spec"] == meant["DeviceClass", name]["spec"]
-    (binding,) = (each for each in chart if each["kind"] == "ClusterRoleBinding")
-    account = ("ServiceAccount", binding["subjects"][0]["name"])
-    assert account in made
-    assert pod(chart)["serviceAccountName"] == account[1]
-    assert ("ClusterRole", binding["roleRef"]["name"]) in made
+    for binding in (each for each in chart if each["kind"] == "ClusterRoleBinding"):
+        account = ("ServiceAccount", binding["subjects"][0]["name"])
+        assert account in made
+        assert pod(chart)["serviceAccountName"] == account[1]
+        assert ("ClusterRole", binding["roleRef"]["name"]) in made
 
 
 def rules(role: Any) -> list[Any]:

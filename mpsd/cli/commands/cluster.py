@@ -16,22 +16,21 @@ from mpsd.core.kubernetes.node_state import NodeRow
 from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.system.processes import foreground
 
-_LABEL: Final = f"{DOMAIN}/gpus"
-
 _COLUMNS: Final = columns_of(("NODE", "GPU", "MODEL", "THREADS", "MEMORY", "STATE / POD"), drops=("MODEL",))
 
 
 @click.command()
 @click.option("--context", metavar="NAME", help="Context of kubectl.  [default: as kubectl has it]")
+@click.option("--domain", metavar="NAME", default=DOMAIN, show_default=True, help="The setting `domain` of the nodes.")
 @with_form()
-def cluster(form: str, context: str | None) -> None:
+def cluster(form: str, context: str | None, domain: str) -> None:
     """Show the nodes of a cluster, their GPUs, and which pod has how much of each.
 
     It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
     mpsd-kubernetes wrote into each node's annotation: up to half a minute old. It queries no mpsd.
     """
     chosen = [] if context is None else [f"--context={context}"]
-    nodes = _get([*chosen, "get", "nodes", f"--selector={_LABEL}"])
+    nodes = _get([*chosen, "get", "nodes", f"--selector={node_state.count_label(domain)}"])
     if nodes is None:
         raise UnreachableError(
             "kubectl could not list the nodes; its own message is above",
@@ -41,7 +40,7 @@ def cluster(form: str, context: str | None) -> None:
     pods = _get([*chosen, "get", "pods", "--all-namespaces", running])
     if pods is None:
         note("kubectl could not list the pods, so they are shown by their uids")
-    rows = node_state.nodes(nodes, node_state.pod_names(pods or []))
+    rows = node_state.nodes(domain, nodes, node_state.pod_names(pods or []))
     print_answer(form, {"nodes": rows}, lambda safe: _view(safe["nodes"]))
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from mpsd.core.dra.prepared import PreparedPod, PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
-from mpsd.core.kubernetes.settings import DOMAIN, parse_processes, parse_uid
+from mpsd.core.kubernetes.settings import parse_processes, parse_uid
 from mpsd.core.model import Stop, Visible
 from mpsd.core.mps_facts import MOST_CONNECTIONS
 from mpsd.core.setting_parsers import choice, whole
@@ -96,7 +96,6 @@ class ResourceClaim(Struct, rename="camel"):
 # accepts any content, so this is the first to read it. Unknown content is refused: an author who misspells `strictness`
 # must not get less than requested.
 
-_API_VERSION: Final = f"{DOMAIN}/v1"
 _KIND: Final = "Share"
 
 _PRIORITIES: Final = {"normal": 0, "below-normal": 1}
@@ -132,7 +131,7 @@ def options_for(given: Iterable[Configuration], request: str, driver: str) -> Op
     for each in given:
         is_for_it = not each.requests or request in each.requests or main in each.requests
         if each.opaque is not None and each.opaque.driver == driver and is_for_it:
-            found |= _parsed(each.opaque.parameters)
+            found |= _parsed(each.opaque.parameters, f"{driver}/v1")
     return Options(**found)  # type: ignore[arg-type]  # each is what its parser returns
 
 
@@ -146,16 +145,16 @@ def check_strict(attach: str) -> None:
         )
 
 
-def _parsed(parameters: object) -> dict[str, object]:
+def _parsed(parameters: object, api_version: str) -> dict[str, object]:
     if not isinstance(parameters, Mapping):
         raise InvalidRequestError(
             f"parameters: {briefly(parameters)} is not an object", hint="write an object", limit="parameters"
         )
     version, kind = parameters.get("apiVersion"), parameters.get("kind")
-    if (version, kind) != (_API_VERSION, _KIND):
+    if (version, kind) != (api_version, _KIND):
         raise InvalidRequestError(
             f"the parameters have apiVersion {briefly(version)} and kind {briefly(kind)}",
-            hint=f"write apiVersion: {_API_VERSION} and kind: {_KIND}",
+            hint=f"write apiVersion: {api_version} and kind: {_KIND}",
             limit="apiVersion",
         )
     found = dict[str, object]()

@@ -10,13 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
-from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.core.units import MIB
 
 if TYPE_CHECKING:
     from mpsd.core.kubernetes.devices import Gpu
-
-ANNOTATION: Final = f"{DOMAIN}/state"
 
 _QUARTER: Final = 250
 """A quarter of a GPU's threads, in tenths of a percent."""
@@ -49,7 +46,16 @@ class GpuState(NamedTuple):
         return ShareState("", sum(each.tenths for each in self.shares), sum(each.mebibytes for each in self.shares))
 
 
-def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[str, str | None]:
+def annotation_key(domain: str) -> str:
+    return f"{domain}/state"
+
+
+def count_label(domain: str) -> str:
+    """Return the label that each node with mpsd has."""
+    return f"{domain}/gpus"
+
+
+def labels(domain: str, gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[str, str | None]:
     """Return the labels of a node; None for a label that it must not have."""
     found = list(gpus)
     usable = [each for each in found if not each.gpu.because]
@@ -65,7 +71,7 @@ def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[st
         "free-threads": f"{max(threads, 0) // _QUARTER * 25}",
         "free-memory-gib": f"{_power_of_two(max(memory, 0) // _GIB)}",
     }
-    return {f"{DOMAIN}/{name}": value for name, value in wanted.items()}
+    return {f"{domain}/{name}": value for name, value in wanted.items()}
 
 
 def annotation(gpus: Iterable[GpuState]) -> str:
@@ -88,17 +94,18 @@ def annotation(gpus: Iterable[GpuState]) -> str:
     return json.dumps(state, separators=(",", ":"))
 
 
-def difference(node: Mapping[str, object], wanted: Mapping[str, str | None], state: str) -> dict[str, object] | None:
-    """Return the patch that gives a Node these labels and this annotation; None where it has them."""
+def difference(
+    node: Mapping[str, object], wanted: Mapping[str, str | None], notes: Mapping[str, str]
+) -> dict[str, object] | None:
+    """Return the patch that gives a Node these labels and annotations; None where it has them."""
     found = node.get("metadata")
     metadata = found if isinstance(found, dict) else {}
-    now, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    changed = {name: value for name, value in wanted.items() if now.get(name) != value}
     patch = dict[str, object]()
-    if changed:
-        patch["labels"] = changed
-    if notes.get(ANNOTATION) != state:
-        patch["annotations"] = {ANNOTATION: state}
+    for kind, values in (("labels", wanted), ("annotations", notes)):
+        now = metadata.get(kind) or {}
+        changed = {name: value for name, value in values.items() if now.get(name) != value}
+        if changed:
+            patch[kind] = changed
     return {"metadata": patch} if patch else None
 
 
@@ -154,24 +161,24 @@ def pod_names(found: Iterable[object]) -> dict[str, str]:
     return names
 
 
-def nodes(found: Iterable[object], names: Mapping[str, str]) -> list[NodeRow]:
+def nodes(domain: str, found: Iterable[object], names: Mapping[str, str]) -> list[NodeRow]:
     """Return the nodes with an annotation of mpsd's, from a list of Kubernetes objects, sorted by name."""
-    rows: list[NodeRow] = []
+    rows, key = list[NodeRow](), annotation_key(domain)
     for each in found:
         match each:
-            case {"metadata": {"name": str(name), "annotations": {**notes}}} if ANNOTATION in notes:
-                rows.append(_node(name, notes[ANNOTATION], names))
+            case {"metadata": {"name": str(name), "annotations": {**notes}}} if key in notes:
+                rows.append(_node(name, key, notes[key], names))
     return sorted(rows, key=lambda row: row["name"])
 
 
-def _node(name: str, state: object, names: Mapping[str, str]) -> NodeRow:
+def _node(name: str, key: str, state: object, names: Mapping[str, str]) -> NodeRow:
     try:
         read = json.loads(state) if isinstance(state, str) else None
         if not isinstance(read, dict) or read.get("version") != 1:
             return {"name": name, "because": "its annotation is of another release of mpsd", "gpus": []}
         return {"name": name, "because": "", "gpus": [_gpu(each, names) for each in read["gpus"]]}
     except (ValueError, KeyError, TypeError, RecursionError):
-        return {"name": name, "because": f"its annotation {ANNOTATION} is damaged", "gpus": []}
+        return {"name": name, "because": f"its annotation {key} is damaged", "gpus": []}
 
 
 def _gpu(state: Mapping[str, object], names: Mapping[str, str]) -> GpuRow:

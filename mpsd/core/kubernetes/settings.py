@@ -208,6 +208,11 @@ class Settings:
         "Whether the node's labels and annotation are written: `auto` (where `node` and the API server are known),"
         " `always`, or `never`.",
     )
+    pod_events: When = row(
+        When.AUTO,
+        parsers.choice(When),
+        "Whether events about pods are written: as `report`.",
+    )
     report_interval: float = row(
         30.0, _seconds, "Minimum seconds from one write of the labels and the annotation to the next."
     )
@@ -252,7 +257,7 @@ def check_capabilities(settings: Settings, effective: int) -> None:
 
 
 def _check(settings: Settings) -> None:
-    if not settings.node and (settings.resources is Offer.DRA or settings.report is When.ALWAYS):
+    if not settings.node and (settings.resources is Offer.DRA or When.ALWAYS in {settings.report, settings.pod_events}):
         raise ConfigurationError(
             "node: what is written to the API server needs the node's name",
             hint=f"give it with --node, or {PREFIX}NODE from the field spec.nodeName",

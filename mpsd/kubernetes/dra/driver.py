@@ -35,16 +35,16 @@ from mpsd.core.errors import (
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.claims import Release, Renew
 from mpsd.core.kubernetes.devices import Part
-from mpsd.core.kubernetes.settings import GpuDevices
+from mpsd.core.kubernetes.settings import GpuDevices, When
 from mpsd.core.units import briefly
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.dra.prepared_claims import CdiDevices, PreparedStore
-from mpsd.kubernetes.dra.publisher import PodEvents
 from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
+from mpsd.kubernetes.pod_events import PodName, Reason
 from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
 from mpsd.system import clock
 
@@ -76,12 +76,11 @@ class Driver(PodLeases):
 
     pause = 0.25  # a container may start long after its claim was prepared
 
-    def __init__(self, program: Program, api_server: ApiServer, events: PodEvents) -> None:
+    def __init__(self, program: Program, api_server: ApiServer) -> None:
         """Read the prepared claims, and remove CDI devices of others. Raises ConfigurationError."""
-        super().__init__(program)
+        super().__init__(program, None if program.settings.pod_events is When.NEVER else api_server)
         settings = self._settings
         self._api_server = api_server
-        self._events = events
         self._free = threading.Condition()
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
@@ -375,8 +374,12 @@ class Driver(PodLeases):
             name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
-            if claim is not None:
-                self._events.warn(claim, told_to_users(error))
+            for pod in () if claim is None else claim.pods:
+                self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, told_to_users(error))
+
+    def _pod_name(self, pod: str) -> PodName | None:
+        names = (PodName(each.namespace, one.name) for each in self._store.all() for one in each.pods if one.uid == pod)
+        return next(names, None)
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:

@@ -1,20 +1,18 @@
-"""The threads that write to the API server: this node's ResourceSlice, which is kept up to date, and events about pods.
+"""The thread that keeps this node's ResourceSlice at the API server up to date.
 
 The slice is written when the GPUs change, at most once in a few seconds. It is checked once a minute, and soon after a
 kubelet has registered the driver: each kubelet deletes the slices of its node when it starts, and when a driver was
 absent for half a minute.
 """
 
-import queue
 import threading
 from math import inf
 from typing import Final
 
 from mpsd.core.dra import slices
-from mpsd.core.dra.prepared import PreparedClaim
 from mpsd.core.dra.slices import Steps
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
+from mpsd.kubernetes.api_server import ApiServer, ConflictError
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
 from mpsd.system import clock
@@ -107,69 +105,3 @@ class Publisher(Part):
         if any(not each.because for each in self._board.gpus.values()):
             self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
         return slices.Node(self._settings.node, self._uid, self._settings.domain, self._attach)
-
-
-# -- events about pods -------------------------------------------------------------------------------------------------
-#
-# For users of `kubectl describe`: kubelet reports by itself why a claim cannot be prepared. These events report what
-# fails later, when a container already runs. An event that the API server does not accept is logged and lost, and no
-# caller ever waits.
-
-_WAITING: Final = 100
-"""Maximum events that wait to be written; further ones are lost."""
-
-_LONGEST: Final = 1024
-"""Maximum bytes of an event's message. Source: events, core/v1."""
-
-_COMPONENT: Final = "mpsd-kubernetes"
-_STAMP: Final = "%Y-%m-%dT%H:%M:%SZ"
-
-
-class PodEvents(Part):
-    """Writes events in a separate thread."""
-
-    def __init__(self, program: Program, api_server: ApiServer) -> None:
-        super().__init__(program)
-        self._api_server = api_server
-        self._waiting: queue.Queue[tuple[str, Document]] = queue.Queue(_WAITING)
-
-    def warn(self, claim: PreparedClaim, message: str) -> None:
-        """Report a problem to each pod of a claim."""
-        for pod in claim.pods:
-            stamp = clock.now().strftime(_STAMP)
-            event = {
-                "apiVersion": "v1",
-                "kind": "Event",
-                "metadata": {"generateName": "mpsd.", "namespace": claim.namespace},
-                "involvedObject": {
-                    "apiVersion": "v1",
-                    "kind": "Pod",
-                    "namespace": claim.namespace,
-                    "name": pod.name,
-                    "uid": pod.uid,
-                },
-                "reason": "LeaseNotHeld",
-                "message": message.encode()[:_LONGEST].decode(errors="ignore"),
-                "type": "Warning",
-                "source": {"component": _COMPONENT, "host": self._settings.node},
-                "reportingComponent": _COMPONENT,
-                "reportingInstance": self._settings.node,
-                "firstTimestamp": stamp,
-                "lastTimestamp": stamp,
-                "count": 1,
-            }
-            try:
-                self._waiting.put_nowait((claim.namespace, event))
-            except queue.Full:
-                self._log.warning(EventName.POD_EVENT_LOST, pod=pod.uid, because=f"{_WAITING} events wait already")
-
-    def run(self) -> None:
-        while not self._ended.is_set():
-            try:
-                namespace, event = self._waiting.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            try:
-                self._api_server.create_event(namespace, event)
-            except (MpsdError, ConflictError) as error:
-                self._log.warning(EventName.POD_EVENT_LOST, namespace=namespace, because=str(error))

@@ -37,9 +37,9 @@ GPUS = [
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def node(name: str, state: str) -> dict[str, Any]:
+def node(name: str, state: str, domain: str = "mpsd.internal") -> dict[str, Any]:
     """Return a Node in kubectl's form."""
-    return {"kind": "Node", "metadata": {"name": name, "annotations": {"mpsd.internal/state": state}}}
+    return {"kind": "Node", "metadata": {"name": name, "annotations": {f"{domain}/state": state}}}
 
 
 @pytest.fixture
@@ -91,6 +91,15 @@ def test_json(kubectl: Path) -> None:
     assert first["gpus"][0]["pods"][1] == {"pod": "team/train", "threads": 25.0, "memory": 8 * 2**30}
     assert second["because"]
     assert all("--context=here" in json.loads(line) for line in (kubectl / "called").read_text().splitlines())
+
+
+def test_of_a_fork(kubectl: Path) -> None:
+    """A fork's domain selects its nodes and their annotations."""
+    ours = node("f", node_state.annotation(GPUS), "gpu.example.org")
+    (kubectl / "nodes").write_text(json.dumps({"items": [ours, node("a", "{")]}))
+    done = call("-o", "json", "--domain", "gpu.example.org", path=kubectl)
+    assert [each["name"] for each in json.loads(done.stdout)["nodes"]] == ["f"]
+    assert "--selector=gpu.example.org/gpus" in (kubectl / "called").read_text()
 
 
 def test_without_the_right_to_list_pods(kubectl: Path) -> None:

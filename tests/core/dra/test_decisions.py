@@ -91,7 +91,7 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
     if isinstance(parameters, dict):
         parameters = {"apiVersion": "mpsd.internal/v1", "kind": "Share", **parameters}
     try:
-        allocation.options_for([Configuration(None, Opaque("mpsd", parameters))], "r", "mpsd")
+        allocation.options_for([Configuration(None, Opaque("mpsd.internal", parameters))], "r", "mpsd.internal")
     except InvalidRequestError as refusal:
         said = refusal
     else:
@@ -102,7 +102,9 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
 def test_a_subrequest_has_the_configuration_of_its_request() -> None:
     """A request that was allocated by one of its alternatives is named together with that alternative."""
     parameters = {"apiVersion": "mpsd.internal/v1", "kind": "Share", "user": 7}
-    found = allocation.options_for([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
+    found = allocation.options_for(
+        [Configuration(["r"], Opaque("mpsd.internal", parameters))], "r/small", "mpsd.internal"
+    )
     assert found.user == 7
 
 

@@ -97,6 +97,11 @@ class DraCluster(StandIn):
     # -- processes -----------------------------------------------------------------------------------------------------
 
     @property
+    def driver(self) -> str:
+        """Return the name of the driver."""
+        return self.settings.get("DOMAIN", DRIVER)
+
+    @property
     def options(self) -> list[str]:
         """Return the driver's options."""
         return [*super().options, "--dra", "--node", NODE]
@@ -126,7 +131,7 @@ class DraCluster(StandIn):
 
     def register(self) -> None:
         """Have kubelet find the driver."""
-        finder = self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
+        finder = self.root / "plugins_registry" / f"{self.driver}-reg.sock"
 
         def info() -> registration.PluginInfo:
             self.is_alive()
@@ -134,7 +139,7 @@ class DraCluster(StandIn):
 
         what = f"the driver to be found; its log is {self.root / 'plugin.log'}"
         found = wait_until(info, what=what, deadline=20, not_yet=(grpc.RpcError,))
-        assert (found.type, found.name) == ("DRAPlugin", DRIVER)
+        assert (found.type, found.name) == ("DRAPlugin", self.driver)
         assert "v1.DRAPlugin" in found.supported_versions
         assert "v1beta1.DRAPlugin" in found.supported_versions
         self.endpoint = Path(found.endpoint)
@@ -173,7 +178,7 @@ class DraCluster(StandIn):
         if config:
             devices["config"] = [dict(each) for each in config]
         requests = [
-            {"name": each, "exactly": {"deviceClassName": "mpsd"}}
+            {"name": each, "exactly": {"deviceClassName": DRIVER}}
             for each in sorted({one["request"].partition("/")[0] for one in devices["results"]})
         ]
         document = {

@@ -11,7 +11,7 @@ from mpsd.kubernetes import wire
 from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import SLICES
-from tests.kubernetes.dra.cluster import GPU, NODE, DraCluster, gpu
+from tests.kubernetes.dra.cluster import GPU, NODE, DraCluster, gpu, opaque, result
 from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 
@@ -168,6 +168,24 @@ class TestNode:
         first, second = json.loads(self.metadata(cluster)["annotations"]["mpsd.internal/state"])["gpus"]
         assert (first["threads"], first["memory"], first["shares"]) == (25.0, [8192, 81408], [[pod.uid, 25.0, 8192]])
         assert "held" in second["because"]
+
+    def test_of_a_fork(self, make_cluster: MakeCluster) -> None:
+        """A fork has all names under a domain of its own, and its claims have its parameters."""
+        cluster = make_cluster(settings={"DOMAIN": "gpu.example.org", "REPORT_INTERVAL": "1"})
+        published = cluster.await_slice(1)
+        assert (published["metadata"]["name"], published["spec"]["driver"]) == (
+            f"{NODE}-gpu.example.org",
+            "gpu.example.org",
+        )
+        wait_until(lambda: "annotations" in self.metadata(cluster), what="the annotation")
+        assert list(self.metadata(cluster)["annotations"]) == ["gpu.example.org/state"]
+        assert {each.partition("/")[0] for each in self.metadata(cluster)["labels"]} == {"gpu.example.org"}
+        ours = opaque("gpu.example.org", apiVersion="gpu.example.org/v1", processes=2)
+        cluster.prepare(cluster.claim(result(driver="gpu.example.org"), config=[ours]))
+        (lease,) = cluster.leases()
+        assert lease["processes"] == 2
+        with pytest.raises(RefusedError, match=r"write apiVersion: gpu\.example\.org/v1 and kind: Share"):
+            cluster.prepare(cluster.claim(result(driver="gpu.example.org"), config=[opaque("gpu.example.org")]))
 
     @pytest.mark.thorough
     def test_is_written_at_a_pace(self, make_cluster: MakeCluster) -> None:

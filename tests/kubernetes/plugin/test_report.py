@@ -1,8 +1,6 @@
 """Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -10,25 +8,15 @@ from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.dra.cluster import NODE
 from tests.kubernetes.plugin.cluster import SLICE, StandIn
-from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.kubernetes.plugin.conftest import MakeCluster, account
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 @pytest.fixture
-def api_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """Yield an API server with one Node."""
-    server = ApiServer(tmp_path / "account").start()
-    server.put(f"/api/v1/nodes/{NODE}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def cluster(make_cluster: MakeCluster, api_server: ApiServer) -> StandIn:
     """Return a node with the device plugin, which reports twice a second."""
-    account = {"API_SERVER": api_server.url, "SERVICE_ACCOUNT": str(api_server.folder), "NODE": NODE}
-    return make_cluster(settings={**account, "REPORT_INTERVAL": "0.5"})
+    return make_cluster(settings={**account(api_server), "REPORT_INTERVAL": "0.5"})
 
 
 def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServer) -> None:

@@ -16,5 +16,5 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* "yes" where mpsd-kubernetes talks to the API server, and nothing elsewhere. */ -}}
 {{- define "mpsd.hasAccount" -}}
-{{- if or .Values.dra.enabled (and .Values.devicePlugin.enabled .Values.nodeLabels) }}yes{{ end -}}
+{{- if or .Values.dra.enabled (and .Values.devicePlugin.enabled (or .Values.nodeLabels .Values.podEvents.enabled)) }}yes{{ end -}}
 {{- end -}}

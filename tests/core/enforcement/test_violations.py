@@ -383,7 +383,7 @@ def test_newest_are_over(mebibytes: list[int | None], which: list[int]) -> None:
 def test_sum_that_mps_does_not_limit(processes: int | None, clients: int, *, unlimited: bool) -> None:
     """Each process of a lease of any number has the limit of the whole lease."""
     has = lease(clients=(HOLDER, OTHER)[:clients])
-    has = structs.replace(has, request=replace(has.request, processes=processes))
+    has = structs.replace(has, request=structs.replace(has.request, processes=processes))
     assert is_unlimited([], [AttributedClient(client(), has, counted=True)]) is unlimited
 
 

@@ -69,20 +69,21 @@ class PodEvents(Part):
         self._waiting: queue.Queue[PodEvent] = queue.Queue(_PER_NODE)
 
     def warn(self, pod: str, reason: Reason, message: str) -> None:
-        """Report a problem to the users of a pod, by its uid."""
+        """Report a problem to the users of a pod, by its uid; a lasting problem may be reported all the time."""
+        if self._settings.pod_events is When.NEVER:
+            return
         event = PodEvent(pod, reason, message.encode()[:_LONGEST].decode(errors="ignore"))
         try:
-            if because := self._refusal(event):
-                self._lose(event, because)
+            because = self._refusal(event)
         except queue.Full:
-            self._lose(event, f"{_PER_NODE} events wait already")
+            because = f"{_PER_NODE} events wait already"
+        if because and self._log.is_new("pod events", because):
+            self._lose(event, f"{because}; the next ones are not logged")
 
     def _refusal(self, event: PodEvent) -> str:
         """Accept an event, unless it was written already, or return why it is lost. Raises queue.Full."""
         if self._api_server is None:
-            wanted = self._settings.pod_events is not When.NEVER
-            because = "neither the node's name nor the API server is known; see the setting pod_events"
-            return because if wanted and self._log.is_new("pod events", because) else ""
+            return "the API server, or the name of the node, is not known; see the setting pod_events"
         now = clock.monotonic()
         with self._lock:
             while self._accepted and self._accepted[0][0] <= now - _SPAN:
@@ -96,6 +97,7 @@ class PodEvents(Part):
                 return f"this pod has had {_PER_POD} events within {_SPAN:g} s"
             self._waiting.put_nowait(event)
             self._accepted.append((now, event))
+        self._log.solved("pod events")
         return ""
 
     def run(self) -> None:
@@ -118,12 +120,12 @@ class PodEvents(Part):
         try:
             server.create_event(name.namespace, self._document(event, name))
         except NotPermittedError as error:
-            if self._log.is_new("pod events", error.code):  # otherwise it was logged with an earlier event
+            if self._log.is_new("role for pod events", error.code):
                 self._log.warning(EventName.POD_EVENT_LOST, error, pod=event.pod)
         except (MpsdError, ConflictError) as error:
             self._lose(event, str(error))
         else:
-            self._log.solved("pod events")
+            self._log.solved("role for pod events")
 
     def _lose(self, event: PodEvent, because: str) -> None:
         self._log.warning(EventName.POD_EVENT_LOST, **event._asdict(), because=because)

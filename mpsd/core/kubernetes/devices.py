@@ -56,6 +56,12 @@ class Gpu(NamedTuple):
     """The threads that mpsd grants of it in sum, in tenths of a percent: more than all where it oversubscribes them."""
     hardware: Mapping[str, object] | None = None
     """What it is, as mpsd answers it; None where mpsd does not tell."""
+    kind: str = ""
+    """The kind of the reason in `because`: a kind of mpsd's (`health.Kind`), or one of this program's."""
+    impaired: str = ""
+    """Why pods that run on it may not be served; empty where they are."""
+    is_known: bool = True
+    """Whether it can be read: otherwise `impaired` is a doubt."""
 
 
 class Part(NamedTuple):
@@ -214,8 +220,9 @@ def shares_memory(gpu: Gpu, settings: Settings) -> bool:
 def offered(seen: Iterable[Gpu], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
     """Return the GPUs to offer: those that mpsd reports now and, as unhealthy, those that it reported before."""
     now = {each.uuid: each for each in seen}
+    said = "mpsd does not show it any more"
     gone = {
-        uuid: gpu._replace(because="mpsd does not show it any more") for uuid, gpu in before.items() if uuid not in now
+        uuid: gpu._replace(because=said, kind="gone", impaired=said) for uuid, gpu in before.items() if uuid not in now
     }
     return {**gone, **now}
 
@@ -235,7 +242,11 @@ def of_one_gpu(gpus: Mapping[str, Gpu], settings: Settings) -> dict[str, Gpu]:
 
 def unreachable(before: Mapping[str, Gpu], because: str) -> dict[str, Gpu]:
     """Return the GPUs of an mpsd that has not answered for too long, as unhealthy: a claim on them would fail."""
-    return {uuid: gpu._replace(because=f"mpsd does not answer: {because}") for uuid, gpu in before.items()}
+    said = f"mpsd does not answer: {because}"
+    return {
+        uuid: gpu._replace(because=said, kind="unreachable", impaired=said, is_known=False)
+        for uuid, gpu in before.items()
+    }
 
 
 # -- encoding in the label of a lease ----------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class Driver(PodLeases):
             share.gpu,
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
-            self._settings.processes if share.processes is None else share.processes,
+            self._settings.processes[0] if share.processes is None else share.processes,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),

@@ -59,16 +59,32 @@ class Endpoint(Part):
         try:
             if not self._socket.serve() and now == self._registered and self._is_followed():
                 return
-            self._kubelet.register(self._socket.path.name, self.resource, _OPTIONS)
+            because = self._taken()
+            if not because:
+                self._kubelet.register(self._socket.path.name, self.resource, _OPTIONS)
         except (OSError, grpc.RpcError) as error:
-            self._registered = None
             because = wire.because(error) if isinstance(error, grpc.RpcError) else str(error)
+        if because:
+            self._registered = None
             if self._log.is_new(self.resource, because):
                 self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self.resource, because=because)
             return
         self._registered, self._followed_at = now, clock.monotonic()
         self._log.solved(self.resource)
         self._log.info(EventName.RESOURCE_REGISTERED, resource=self.resource, socket=str(self._socket.path))
+
+    def _taken(self) -> str:
+        """Say that another plugin has this resource; empty where none has it, or kubelet's record cannot be read."""
+        try:
+            device = self._kubelet.others(self._board.gpus).get(self.resource)
+        except (OSError, ValueError):
+            return ""  # `Allocations` logs it
+        if device is None:
+            return ""
+        return (
+            f"another plugin offers this resource, with the device {device}: remove that plugin from this node, or give"
+            " this resource another name; kubelet forgets a plugin five minutes after its end"
+        )
 
     def _is_followed(self) -> bool:
         """Tell whether kubelet follows the devices, or may soon do so: after a failed connection it does not retry."""
@@ -101,11 +117,8 @@ class Endpoint(Part):
                 answer = deviceplugin.ListAndWatchResponse()
                 for gpu in gpus.values():
                     for number in range(devices.count(self._kind, gpu, self._settings)):
-                        name, health = (
-                            devices.device_id(gpu.uuid, self._first + number),
-                            "Unhealthy" if gpu.because else "Healthy",
-                        )
-                        answer.devices.add(id=name, health=health)
+                        name = devices.device_id(gpu.uuid, self._first + number)
+                        answer.devices.add(id=name, health="Unhealthy" if gpu.because else "Healthy")
                 yield answer
         finally:
             self._count(-1)

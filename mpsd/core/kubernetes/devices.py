@@ -54,6 +54,8 @@ class Gpu(NamedTuple):
     """The version of its driver."""
     tenths: int = _WHOLE
     """The threads that mpsd grants of it in sum, in tenths of a percent: more than all where it oversubscribes them."""
+    hardware: Mapping[str, object] | None = None
+    """What it is, as mpsd answers it; None where mpsd does not tell."""
 
 
 class Part(NamedTuple):
@@ -292,10 +294,14 @@ class Container(NamedTuple):
         return f"container {self.name} of pod {self.pod}"
 
 
+def _own_resources(settings: Settings) -> dict[str, Kind]:
+    variants = range(len(settings.processes))
+    return {resource_name(kind, settings, each): kind for kind in KINDS[settings.resources] for each in variants}
+
+
 def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
     """Return the containers that have devices of these resources. Raises ValueError for a file of another form."""
-    variants = range(len(settings.processes))
-    kinds = {resource_name(kind, settings, each): kind for kind in KINDS[settings.resources] for each in variants}
+    kinds = _own_resources(settings)
     found = dict[tuple[str, str], dict[Kind, tuple[list[str], str]]]()
     try:
         for entry in _entries(raw):
@@ -319,6 +325,33 @@ def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
             numbers = {kind: each[gpu] for kind, each in gpus.items()}
             containers.append(Container(pod, name, gpu, numbers, {kind: answer for kind, (_, answer) in had.items()}))
     return containers
+
+
+def parse_registered(raw: bytes) -> dict[str, list[str]]:
+    """Return the devices of all plugins, by resource, of the same record; none for a record of another form."""
+    try:
+        found = json.loads(raw)["Data"]["RegisteredDevices"] or {}
+        return {_text(name): _ids(ids or []) for name, ids in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], settings: Settings) -> dict[str, str]:
+    """Return the resources under which another plugin offers these GPUs to kubelet, each with one of its devices.
+
+    Plugins of NVIDIA, of HAMi and of gpushare have the UUID of the GPU in the name of a device. Of a resource that this
+    node is to offer, every device with another name than this program gives is another plugin's; a replica of NVIDIA's
+    plugin has the same.
+    """
+    own = _own_resources(settings)
+    found = {}
+    for name, ids in registered.items():
+        foreign = [
+            each for each in ids if (not _ID.fullmatch(each) if name in own else any(gpu in each for gpu in gpus))
+        ]
+        if foreign:
+            found[name] = min(foreign)
+    return found
 
 
 def with_devices(

@@ -47,6 +47,11 @@ class ProcessIdentity(Struct, frozen=True):
     start_ticks: Annotated[int, Meta(ge=0, le=2**40)]
     """Start time in clock ticks since boot, as in /proc/PID/stat: no change of the clock affects it."""
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """A key that sorts processes by their age, the oldest first."""
+        return self.start_ticks, self.pid
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonProcess:

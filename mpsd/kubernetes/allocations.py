@@ -45,6 +45,11 @@ _PAUSE: Final = 0.2
 
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
+_OTHER: Final = (
+    "pods of both plugins share the GPU, and those of the other one have no limits: remove that plugin from this node;"
+    " kubelet forgets it five minutes after its end"
+)
+
 _ANY_THREADS: Final = ActiveThreadPercentage(1000)
 
 
@@ -61,6 +66,8 @@ class Allocations(PodLeases):
         """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
         """The error with which a claim was not taken, by lease."""
+        self._others: dict[str, str] = {}
+        """The resources under which other plugins offer the same GPUs."""
         self._tried = set[str]()
         """Leases that mpsd refused to hand over since the last reconciliation."""
 
@@ -310,7 +317,13 @@ class Allocations(PodLeases):
                 self._log.error(EventName.CHECKPOINT_UNREADABLE, because=str(error))
             return None
         self._log.solved("checkpoint")
+        self._warn_of_others()
         return found
+
+    def _warn_of_others(self) -> None:
+        before, self._others = self._others, self._kubelet.others(self._board.gpus)
+        for resource in sorted(self._others.keys() - before.keys()):
+            self._log.warning(EventName.OTHER_PLUGIN, resource=resource, device=self._others[resource], hint=_OTHER)
 
 
 # -- the answer to kubelet ---------------------------------------------------------------------------------------------

@@ -55,16 +55,32 @@ class Endpoint(Part):
         try:
             if not self._socket.serve() and now == self._registered and self._is_followed():
                 return
-            self._kubelet.register(self._socket.path.name, self._resource, _OPTIONS)
+            because = self._taken()
+            if not because:
+                self._kubelet.register(self._socket.path.name, self._resource, _OPTIONS)
         except (OSError, grpc.RpcError) as error:
-            self._registered = None
             because = wire.because(error) if isinstance(error, grpc.RpcError) else str(error)
+        if because:
+            self._registered = None
             if self._log.is_new(self._resource, because):
                 self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self._resource, because=because)
             return
         self._registered, self._followed_at = now, clock.monotonic()
         self._log.solved(self._resource)
         self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._socket.path))
+
+    def _taken(self) -> str:
+        """Say that another plugin has this resource; empty where none has it, or kubelet's record cannot be read."""
+        try:
+            device = self._kubelet.others(self._board.gpus).get(self._resource)
+        except (OSError, ValueError):
+            return ""  # `Allocations` logs it
+        if device is None:
+            return ""
+        return (
+            f"another plugin offers this resource, with the device {device}: remove that plugin from this node, or give"
+            " this resource another name; kubelet forgets a plugin five minutes after its end"
+        )
 
     def _is_followed(self) -> bool:
         """Tell whether kubelet follows the devices, or may soon do so: after a failed connection it does not retry."""

@@ -4,7 +4,7 @@ kubelet's record has the pods, and the kernel has their control groups and proce
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
 import grpc
@@ -40,6 +40,7 @@ class Kubelet:
         self._checkpoint = root / devices.CHECKPOINT
         self._read: wire.Inode | None = None
         self._containers: list[Container] = []
+        self._registered: dict[str, list[str]] = {}
 
     def identity(self) -> wire.Inode | None:
         """Return the identity of the kubelet that listens, since each one makes a new socket. None where none does."""
@@ -64,9 +65,18 @@ class Kubelet:
             raw = atomic_file.read(self._checkpoint)
             if raw is None:
                 return None
+            self._registered = devices.parse_registered(raw)
             self._containers = devices.parse_checkpoint(raw, self._settings)
             self._read = found
         return self._containers
+
+    def others(self, gpus: Collection[str]) -> dict[str, str]:
+        """Return the resources under which other plugins offer these GPUs, each with a device, by the same record.
+
+        Raises as `containers`. kubelet forgets a plugin five minutes after its end.
+        """
+        self.containers()
+        return devices.others(self._registered, gpus, self._settings)
 
     def name_of(self, container: Container) -> str | None:
         """Return a container's name, NAMESPACE/POD/CONTAINER, from PodResources; None where that does not answer."""

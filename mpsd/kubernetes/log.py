@@ -23,6 +23,7 @@ class EventName(StrEnum):
     PLUGIN_ENDED = "plugin_ended"
     RESOURCE_REGISTERED = "resource_registered"
     RESOURCE_NOT_REGISTERED = "resource_not_registered"
+    OTHER_PLUGIN = "other_plugin"
     DEVICES_CHANGED = "devices_changed"
     NODE_NOT_OFFERED = "node_not_offered"
     MPSD_UNREACHABLE = "mpsd_unreachable"

@@ -47,9 +47,9 @@ def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: Has
     A circle contains the leases of one member of the client's family, beginning with the client itself, or the leases
     that a control group around it holds. Only leases of the client's own uid count. Where no lease has room, the
     nearest one is returned uncounted. A descendant of a client counts too: its own parent, the holder, may have exited.
-    Of several leases in one circle, the one whose token the client's environment has comes first, then one whose limit
-    variables it has, and then the oldest one. Where its environment is unknown, that of the nearest ancestor that shows
-    one names the lease, or any of them may be the client's.
+    Of several leases in one circle, as those of a pod's containers, the client has the one whose token its environment
+    has, with or without room; else one whose limit variables it has, and then the oldest one. Where its environment is
+    unknown, that of the nearest ancestor that shows one names the lease, or any of them may be the client's.
     """
     nearest = None
     for circle in circles:
@@ -59,7 +59,8 @@ def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: Has
             there = [lease for lease in there if lease.token and lease.token == client.inherited.get(TOKEN)] or there
         if len(there) > 1 and isinstance(client.environment, Unknown):
             return AttributedClient(client, None, counted=False, may=tuple(there))
-        for lease in sorted(there, key=lambda each: (not has_token(client, each), not _is_of(client, each))):
+        there = [each for each in there if has_token(client, each)] or there
+        for lease in sorted(there, key=lambda each: not _is_of(client, each)):
             if client.identity in lease.clients_on(client.gpu) or has_room(lease, client.gpu):
                 return AttributedClient(client, lease, counted=True)
             nearest = nearest or lease

@@ -382,23 +382,28 @@ def of_quarantined(attached: AttributedClient, who: Who) -> Violation:
 
 def of_memory(
     lease: Lease, held: Mapping[ProcessIdentity, GpuProcess], share: Share, servers: Mapping[ProcessIdentity, int]
-) -> Violation | None:
+) -> Iterator[Violation]:
     """Judge the memory that the processes of a lease hold together on one of its GPUs, as far as it is known.
 
     `servers` contains the server of each process that is a client.
     """
+    # The memory of a lease is that of all its processes, however many it may have. In the order of their age, each
+    # keeps what it holds if that fits beside what the older ones keep; the others are over. So the newest go, of which
+    # the lease had room for the rest; the work of the oldest, often the one that started them, is not lost; a process
+    # that alone holds more than the lease goes whatever its age, and the others stay.
     known = {identity: each.memory.value for identity, each in held.items() if isinstance(each.memory, Known)}
-    whole, allowed = sum(known.values()), share.memory.bytes
-    if whole <= allowed:
-        return None
-    most = max(known, key=lambda identity: known[identity])
-    much, granted, by_one = format_alike(whole, allowed, known[most])
-    because = (
-        f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {granted}; process"
-        f" {most.pid} holds {by_one}"
-    )
-    hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
-    return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, hint, servers.get(most))
+    whole, allowed, kept = sum(known.values()), share.memory.bytes, 0
+    for identity in sorted(known, key=lambda each: each.age):
+        if kept + known[identity] <= allowed:
+            kept += known[identity]
+            continue
+        much, granted, by_it = format_alike(whole, allowed, known[identity])
+        because = (
+            f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {granted}; process"
+            f" {identity.pid} holds {by_it}, beside older ones"
+        )
+        hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
+        yield Violation(ViolationKind.MEMORY, identity, lease.id, share.daemon, because, hint, servers.get(identity))
 
 
 def of_undecided_memory(
@@ -555,15 +560,25 @@ def suspected(
     return {each: at for each, at in since.items() if now < at + each.lasts or (each.kind in _BY_NVML and not read)}
 
 
-def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation], last: float) -> float | None:
+def is_unlimited(found: Iterable[Violation], attached: Iterable[AttributedClient]) -> bool:
+    """Tell whether MPS lets processes of any lease hold more memory than it grants, so that NVML alone shows it.
+
+    `found` are the findings that count. A process may have no limit, or each of several that of the whole lease.
+    """
+    return any(each.kind in {ViolationKind.LIMITS, ViolationKind.PROCESSES} for each in found) or any(
+        lease is not None and lease.request.processes is None and len(lease.clients_on(client.gpu)) > 1
+        for client, lease, _, _ in attached
+    )
+
+
+def next_reading(suspected: Mapping[Violation, float], last: float, *, unlimited: bool) -> float | None:
     """Return when the GPUs must be read again for the sake of findings; None for not at all. A past time means at once.
 
-    `suspected` are the findings that do not count yet, and `found` those that count. A client without a memory limit
-    shows what it holds to NVML alone, so the GPUs are read each second while there is one. `last` is the time of the
-    last such reading: there is at most one a second, since any user can cause findings at any rate.
+    `suspected` are the findings that do not count yet. While `unlimited`, the GPUs are read each second. `last` is the
+    time of the last such reading: there is at most one a second, since any user can cause findings at any rate.
     """
     due = [at + each.lasts for each, at in suspected.items()]
-    if any(each.kind is ViolationKind.LIMITS for each in found):
+    if unlimited:
         due.append(last + PERSISTS)
     return max(min(due), last + PERSISTS) if due else None
 

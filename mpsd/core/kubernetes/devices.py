@@ -305,6 +305,33 @@ def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
     return containers
 
 
+def parse_registered(raw: bytes) -> dict[str, list[str]]:
+    """Return the devices of all plugins, by resource, of the same record; none for a record of another form."""
+    try:
+        found = json.loads(raw)["Data"]["RegisteredDevices"] or {}
+        return {_text(name): _ids(ids or []) for name, ids in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], settings: Settings) -> dict[str, str]:
+    """Return the resources under which another plugin offers these GPUs to kubelet, each with one of its devices.
+
+    Plugins of NVIDIA, of HAMi and of gpushare have the UUID of the GPU in the name of a device. Of a resource that this
+    node is to offer, every device with another name than this program gives is another plugin's; a replica of NVIDIA's
+    plugin has the same.
+    """
+    own = {resource_name(kind, settings) for kind in KINDS[settings.resources]}
+    found = {}
+    for name, ids in registered.items():
+        foreign = [
+            each for each in ids if (not _ID.fullmatch(each) if name in own else any(gpu in each for gpu in gpus))
+        ]
+        if foreign:
+            found[name] = min(foreign)
+    return found
+
+
 def with_devices(containers: Sequence[Container], kind: Kind, gpu: str, numbers: Numbers) -> Container:
     """Return the container that has these devices. Raises InvalidRequestError where kubelet's record has none."""
     for each in containers:

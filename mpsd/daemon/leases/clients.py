@@ -130,7 +130,7 @@ class Clients:
         if not found.may:
             return found
         places = [self._ledger.places_left(lease, client.gpu) for lease in found.may]
-        older = sum(1 for each in self._undecided[_key(found)] if _age(each) < _age(client.identity))
+        older = sum(1 for each in self._undecided[_key(found)] if each.age < client.identity.age)
         return found._replace(counted=older < sum(places))
 
     def lease_near(self, client: Client) -> Lease | None:
@@ -323,10 +323,6 @@ class Clients:
 
 def _key(client: AttributedClient) -> tuple[str, tuple[str, ...]]:
     return client.client.gpu, tuple(each.id for each in client.may)
-
-
-def _age(process: ProcessIdentity) -> tuple[int, int]:
-    return process.start_ticks, process.pid
 
 
 def _no_room(lease: Lease) -> DoesNotFitError:

@@ -34,7 +34,8 @@ from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.lacks import Lacks
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMonitor
+from mpsd.daemon.violations.client_record import ClientRecord
+from mpsd.daemon.violations.violation_monitor import ViolationMonitor
 from mpsd.system import clock
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment

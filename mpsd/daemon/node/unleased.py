@@ -8,7 +8,7 @@ from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.enforcement.attribution import AttributedClient
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, GpuUsage, Lease, Reading
-from mpsd.daemon.violations.violation_monitor import ClientKey, ClientRecord
+from mpsd.daemon.violations.client_record import ClientKey, ClientRecord
 from mpsd.system.processes import proc
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]

@@ -2,16 +2,11 @@
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from math import inf
-from pathlib import Path
-from typing import TypeAlias, TypeVar
-
-from msgspec import Struct
 
 from mpsd.core import gpus, holders
-from mpsd.core.admission.admission import Amount
 from mpsd.core.enforcement import verification, violations
 from mpsd.core.enforcement.attribution import LEASE, AttributedClient, share_on
 from mpsd.core.enforcement.ceiling import continued
@@ -29,7 +24,6 @@ from mpsd.core.model import (
     Known,
     Lease,
     ProcessIdentity,
-    ReadBack,
     Reading,
     Server,
     Share,
@@ -41,7 +35,6 @@ from mpsd.core.model import (
 from mpsd.core.mps import control_daemons
 from mpsd.core.mps.control_daemons import COMM, USUAL, OtherDaemon, Whose
 from mpsd.core.mps_facts import Binds
-from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.core.signal import Signal
@@ -49,127 +42,12 @@ from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.record.record import Record
+from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
 from mpsd.daemon.violations.environments import Environments
 from mpsd.daemon.violations.mount_visibility import MountVisibility
 from mpsd.system import clock
 from mpsd.system.processes import proc
 from mpsd.system.processes.foreign_reader import ForeignReader
-
-# -- the facts about clients that nothing reports later, on disk -------------------------------------------------------
-
-# The next mpsd must know them: the limits that were open to each client, the environment of each, and the parts of the
-# clients that their leases left behind. The file is in the runtime directory, since no client outlives the boot. It is
-# not synchronised to the disk, and closed to others, since it has tokens.
-
-T = TypeVar("T")
-
-ClientKey: TypeAlias = tuple[str, ProcessIdentity]
-"""A client: its control daemon, and its process."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownClient:
-    """The facts about a client that no later inspection shows."""
-
-    server: int
-    opened: Opened | None
-    has_context: bool
-    """Whether NVML has listed it, which proves that it has had a context."""
-    environment: Mapping[str, str] | None
-    """The variables that it was started with, which it may have overwritten since; None where they were never read."""
-
-
-class _Row(Struct, forbid_unknown_fields=True):
-    daemon: str
-    process: ProcessIdentity
-    server: Pid
-    has_context: bool
-    connecting: tuple[ReadBack, ReadBack] | None
-    since: tuple[ReadBack, ReadBack] | None
-    later: ReadBack | None
-    environment: Mapping[str, str] | None = None
-
-
-class _LeftBehind(Struct, forbid_unknown_fields=True):
-    daemon: str
-    process: ProcessIdentity
-    part: Amount
-
-
-class _Clients(Struct, forbid_unknown_fields=True):
-    clients: tuple[_Row, ...]
-    left_behind: tuple[_LeftBehind, ...] = ()
-
-
-class ClientRecord:
-    """The known clients, in memory and on disk; one that has ended is forgotten at the next write."""
-
-    def __init__(self, path: Path, log: Logger) -> None:
-        """Load the clients that an earlier mpsd knew."""
-        self._record = Record(path, _Clients, log)
-        self._is_stored = True
-        self._clients: dict[ClientKey, KnownClient] = {}
-        self.left_behind: Mapping[ClientKey, Amount] = {}
-        """The part that each client had of its lease, which has ended: at least this counts against capacity."""
-        found = self._record.load()
-        if found is not None:
-            self._clients = {(row.daemon, row.process): _known(row) for row in found.clients}
-            self.left_behind = {(row.daemon, row.process): row.part for row in found.left_behind}
-
-    def of(self, key: ClientKey, server: int) -> KnownClient | None:
-        """Return the facts about a client of a server; None for one that was not seen yet."""
-        known = self._clients.get(key)
-        return known if known is not None and known.server == server else None
-
-    def store(self, clients: Mapping[ClientKey, KnownClient]) -> None:
-        """Store the present facts, if they have changed. Where that fails, this mpsd still knows them, and tries again.
-
-        A client that its server does not list for a while is kept as long as its process lives.
-        """
-        if self._is_stored and clients.items() <= self._clients.items():
-            return
-        others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
-        self._clients, self.left_behind = {**_living(others), **clients}, _living(self.left_behind)
-        self._write()
-
-    def leave_behind(self, parts: Mapping[ClientKey, Amount]) -> None:
-        """Store the parts of the clients of a lease that ends, before its end is stored.
-
-        Where that fails, this mpsd still knows them, and tries again with the next change. Those that have exited are
-        forgotten at another time: an end must not fail because a process cannot be read.
-        """
-        self.left_behind = {**self.left_behind, **parts}
-        self._write()
-
-    def _write(self) -> None:
-        clients = tuple(_row(key, known) for key, known in self._clients.items())
-        left = tuple(_LeftBehind(*key, part) for key, part in self.left_behind.items())
-        self._is_stored = self._record.store(_Clients(clients, left))
-
-
-def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:
-    return {key: fact for key, fact in facts.items() if proc.lives(key[1])}
-
-
-def _row(key: ClientKey, known: KnownClient) -> _Row:
-    daemon, identity = key
-    opened = known.opened
-    if opened is None:
-        return _Row(daemon, identity, known.server, known.has_context, None, None, None, known.environment)
-    connecting, since = opened.connecting, opened.since
-    bounds = (connecting.least, connecting.most), (since.least, since.most)
-    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later, known.environment)
-
-
-def _known(row: _Row) -> KnownClient:
-    opened = None
-    if row.connecting is not None and row.since is not None:
-        opened = Opened(Bounds(*row.connecting), Bounds(*row.since), row.later)
-    return KnownClient(row.server, opened, row.has_context, row.environment)
-
-
-# -- the monitor -------------------------------------------------------------------------------------------------------
 
 
 class ViolationMonitor:
@@ -256,13 +134,13 @@ class ViolationMonitor:
         self._found = {latest[each]: None for each in self._found}
         for each in found:
             self._act(each)
-        self._plan_reading(now)
+        self._plan_reading(now, unlimited=violations.is_unlimited(found, attached))
 
-    def _plan_reading(self, now: float) -> None:
+    def _plan_reading(self, now: float, *, unlimited: bool) -> None:
         """Have the GPUs read when findings require it."""
         if self._reading is not None:
             self._reading.cancel()
-        at = violations.next_reading(self._suspected, self._found, self._read_at)
+        at = violations.next_reading(self._suspected, self._read_at, unlimited=unlimited)
         wait = None if at is None else max(at - now, 0.0)
         self._reading = None if wait is None else asyncio.get_running_loop().call_later(wait, self._read)
 
@@ -363,10 +241,7 @@ class ViolationMonitor:
     def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:
         """Judge a lease by the last findings; `late` are the control daemons that did not answer in time."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
-        held = {share.gpu: {**self.held.get((lease.id, share.gpu), {})} for share in lease.shares}
-        for each in clients:  # a client beyond the lease's number holds memory too, which is not the lease's
-            if (process := self._on_gpu(each)) is not None:
-                held[each.gpu][each.identity] = process
+        held = {share.gpu: self.held.get((lease.id, share.gpu), {}) for share in lease.shares}
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = [each for share in lease.shares for each in self._unknown(share, late, clients)]
         unknown += violations.doubts_about(self._suspected, lease.id)
@@ -421,8 +296,7 @@ class ViolationMonitor:
         clients = {(each.client.gpu, each.client.identity): each for each in attached}
         # 1. Servers belong to no lease, and a process that has ended holds nothing, although NVML may list it a moment
         #    longer.
-        # 2. The memory of a client belongs to the client's lease. A client beyond that lease's number is judged as one
-        #    without.
+        # 2. The memory of a client belongs to the client's lease, also of one beyond that lease's number.
         # 3. The memory of a client whose lease cannot be known counts for all the leases that it may belong to.
         # 4. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
         # 5. Any other process may belong to a family in which a holder has changed its user.
@@ -434,8 +308,6 @@ class ViolationMonitor:
                     continue
                 identity = ProcessIdentity(pid, ticks)
                 client = clients.get((gpu, identity)) if identity not in holders else None
-                if client is not None and client.lease is not None and not client.counted:
-                    continue  # it counts as a client without a lease, and so does its memory
                 if client is not None and client.lease is None and isinstance(client.client.environment, Unknown):
                     if not self.environments.is_unread(identity):
                         undecided.setdefault(self._pool(client.client), {})[identity] = each
@@ -490,9 +362,7 @@ class ViolationMonitor:
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
             if lease is None or share is None:
                 continue
-            too_much = self._too_much(lease, held, share, servers)
-            if too_much is not None:
-                yield too_much
+            yield from self._too_much(lease, held, share, servers)
             unlisted = {each: on for each, on in held.items() if each not in servers and each not in lease.lost}
             elsewhere = {each.process: each for each in self._of_other_daemons(lease, share, unlisted)}
             yield from elsewhere.values()
@@ -595,13 +465,15 @@ class ViolationMonitor:
         held: Mapping[ProcessIdentity, GpuProcess],
         share: Share,
         servers: Mapping[ProcessIdentity, int],
-    ) -> Violation | None:
+    ) -> Iterator[Violation]:
         """Judge the memory that a lease's processes hold; memory whose lease is not certain ends no process."""
-        found = violations.of_memory(lease, held, share, servers)
-        if found is None:
-            return None
-        proven = {each: on for each, on in held.items() if self._is_certain(lease, share, each)}
-        return violations.of_memory(lease, proven, share, servers) or replace(found, own=False)
+        found = [*violations.of_memory(lease, held, share, servers)]
+        if not found:
+            return
+        certain = {each: on for each, on in held.items() if self._is_certain(lease, share, each)}
+        proven = {*violations.of_memory(lease, certain, share, servers)}
+        yield from proven
+        yield from (replace(each, own=False) for each in found if each not in proven)
 
     def _is_certain(self, lease: Lease, share: Share, identity: ProcessIdentity) -> bool:
         """Tell whether a process belongs to a lease by more than a token, and can belong to no other lease.
@@ -611,8 +483,12 @@ class ViolationMonitor:
         if self._clients.is_borne(lease, identity):
             return False
         client = self._seen.get((share.daemon, identity))
-        is_unreadable = client is not None and isinstance(client.environment, Unknown)
-        return not (is_unreadable and self._clients.is_near_another(lease, share, identity.pid))
+        if client is None or isinstance(client.environment, Known):
+            return True
+        # One client too many may have the token of a lease that has room for it.
+        near = self._clients.lease_near(client) if identity not in lease.clients_on(share.gpu) else None
+        may_have_another = near is not None and near.owner.uid == client.uid
+        return not (may_have_another or self._clients.is_near_another(lease, share, identity.pid))
 
     # -- acting -------------------------------------------------------------------------------------------------------
 

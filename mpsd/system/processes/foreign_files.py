@@ -299,8 +299,8 @@ def carriers(uid: int, variable: str, tokens: list[str]) -> Carriers:
         seen -= unclear
         rounds += 1
     for identities in found.by_token.values():
-        identities.sort(key=lambda each: (each.start_ticks, each.pid))
-    found.titled.sort(key=lambda each: (each.process.start_ticks, each.process.pid))
+        identities.sort(key=lambda each: each.age)
+    found.titled.sort(key=lambda each: each.process.age)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement.violations import PERSISTS, Violation, doubts_about, next_reading, suspected
+from mpsd.core.enforcement.violations import PERSISTS, Violation, doubts_about, is_unlimited, next_reading, suspected
 from mpsd.core.model import ProcessIdentity, ViolationKind
 
 KINDS: Final = {ViolationKind.PROCESSES, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
@@ -41,27 +41,31 @@ def test_with_a_reading() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(ViolationKind), st.floats(0, 100))),
-    st.lists(st.sampled_from(ViolationKind)),
-    st.floats(0, 100),
+    unsettled=st.lists(st.tuples(st.sampled_from(ViolationKind), st.floats(0, 100))),
+    last=st.floats(0, 100),
+    unlimited=st.booleans(),
 )
-def test_readings_are_bounded(
-    unsettled: list[tuple[ViolationKind, float]], settled: list[ViolationKind], last: float
-) -> None:
+def test_readings_are_bounded(unsettled: list[tuple[ViolationKind, float]], last: float, *, unlimited: bool) -> None:
     """No findings, at whatever rate they come, make mpsd read the GPUs more than once a second for their sake."""
-    at = next_reading({found(kind): since for kind, since in unsettled}, [*map(found, settled)], last)
-    assert (at is None) is (not unsettled and ViolationKind.LIMITS not in settled)
+    at = next_reading({found(kind): since for kind, since in unsettled}, last, unlimited=unlimited)
+    assert (at is None) is (not unsettled and not unlimited)
     assert at is None or at >= last + PERSISTS
 
 
 def test_next_reading() -> None:
-    """A client without a memory limit has the GPUs read at once, and again each second while there is one."""
-    limits, memory = found(ViolationKind.LIMITS), found(ViolationKind.MEMORY)
-    assert next_reading({}, [limits], -inf) == -inf
-    assert next_reading({}, [limits], 20.0) == 20.0 + PERSISTS
-    assert next_reading({memory: 20.5}, [], 20.0) == 20.5 + PERSISTS
-    assert next_reading({memory: 20.5}, [limits], 20.0) == 20.0 + PERSISTS
-    assert next_reading({}, [memory], 20.0) is None
+    """A client that no memory limit bounds has the GPUs read at once, and again each second while there is one."""
+    memory = found(ViolationKind.MEMORY)
+    assert next_reading({}, -inf, unlimited=True) == -inf
+    assert next_reading({}, 20.0, unlimited=True) == 20.0 + PERSISTS
+    assert next_reading({memory: 20.5}, 20.0, unlimited=False) == 20.5 + PERSISTS
+    assert next_reading({memory: 20.5}, 20.0, unlimited=True) == 20.0 + PERSISTS
+    assert next_reading({}, 20.0, unlimited=False) is None
+
+
+@pytest.mark.parametrize("kind", ViolationKind)
+def test_is_unlimited(kind: ViolationKind) -> None:
+    """The kinds with which MPS does not keep the processes of a lease within its memory."""
+    assert is_unlimited([found(kind)], []) is (kind in {ViolationKind.LIMITS, ViolationKind.PROCESSES})
 
 
 def test_doubts() -> None:

@@ -18,8 +18,10 @@ from mpsd.core.enforcement.verification import Verdict, verify
 from mpsd.core.enforcement.violations import (
     Violation,
     can_use,
+    is_unlimited,
     of_client,
     of_lingering,
+    of_memory,
     of_outside,
     unknown,
 )
@@ -197,6 +199,18 @@ def test_by_its_environment() -> None:
         assert found.lease is expected
 
 
+def test_its_token_comes_before_room() -> None:
+    """A client too many of one of a holder's leases takes no place of another, as of another container of the pod."""
+    first, second = (
+        structs.replace(lease(at, clients=clients), token=token)
+        for at, token, clients in ((25, "first", (OTHER,)), (50, "second", ()))
+    )
+    for shown, expected in (("first", (first, False)), ("second", (second, True)), ("another", (second, True))):
+        its = client(THIRD, environment={attribution.TOKEN: shown})
+        found = attribution.by_circles(its, [[first, second]], has_room)
+        assert (found.lease, found.counted) == expected
+
+
 def test_by_an_ancestor() -> None:
     """Where its own environment is unknown, an ancestor's token tells which of its holder's leases a client has."""
     old, new = (structs.replace(lease(at), token=token) for at, token in ((25, "old"), (50, "new")))
@@ -336,6 +350,51 @@ def test_fault_that_a_log_tells() -> None:
     """A fault in a server's log alone may be forged; one that the control daemon reports is not."""
     attached = AttributedClient(client(), None, counted=False)
     assert [of_lingering(attached, 1, proven=each).own for each in (False, True)] == [False, True]
+
+
+def over(*mebibytes: int | None) -> list[int]:
+    """Return which processes of a lease of 2 GiB are over if they, the oldest first, hold these amounts."""
+    held = {
+        ProcessIdentity(900 - at, at): GpuProcess(Known(each * MIB) if each is not None else Unknown(""), mps=True)
+        for at, each in enumerate(mebibytes)
+    }
+    reordered = dict(sorted(held.items(), key=lambda each: each[0].pid))
+    of = lease(processes=1)
+    return [each.process.start_ticks for each in of_memory(of, reordered, of.shares[0], {})]
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "which"),
+    [
+        ([1024, 1024], []),
+        ([1024, 1024, 1], [2]),
+        ([1536, 1536, 512], [1]),  # its end suffices
+        ([2049, 1024, 1024], [0]),  # it alone holds too much
+        ([1024, 2049, 2049], [1, 2]),
+        ([2048, 0, None], []),  # unknown is nobody's fault
+    ],
+)
+def test_newest_are_over(mebibytes: list[int | None], which: list[int]) -> None:
+    """The oldest processes of a lease keep their memory, and so do those that fit beside them."""
+    assert over(*mebibytes) == which
+
+
+@pytest.mark.parametrize(("processes", "clients", "unlimited"), [(None, 2, True), (None, 1, False), (2, 2, False)])
+def test_sum_that_mps_does_not_limit(processes: int | None, clients: int, *, unlimited: bool) -> None:
+    """Each process of a lease of any number has the limit of the whole lease."""
+    has = lease(clients=(HOLDER, OTHER)[:clients])
+    has = structs.replace(has, request=structs.replace(has.request, processes=processes))
+    assert is_unlimited([], [AttributedClient(client(), has, counted=True)]) is unlimited
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8))
+def test_as_few_as_suffice(mebibytes: list[int]) -> None:
+    """What is left fits; nobody is over if all fit; each that is over would not fit beside the older ones."""
+    which = over(*mebibytes)
+    left = [0 if at in which else each for at, each in enumerate(mebibytes)]
+    assert sum(left) <= 2048
+    assert bool(which) is (sum(mebibytes) > 2048)
+    assert all(sum(left[:at]) + mebibytes[at] > 2048 for at in which)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,36 @@ def test_of_one_gpu() -> None:
     assert offered(BOTH) == ["held", "", f"{told} 1"]
 
 
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("nvidia.com/gpu", "GPU-1"),
+        ("nvidia.com/gpu.shared", "GPU-1::3"),
+        ("nvidia.com/mig-1g.10gb", "MIG-GPU-1/1/0"),
+        ("aliyun.com/gpu-mem", "GPU-1-_-7"),
+        ("nvidia.com/gpu", "GPU-1-0"),
+    ],
+)
+def test_another_plugin(name: str, device: str) -> None:
+    """Another plugin's devices of the same GPU are noticed, under any name; not those of other GPUs, or of none."""
+    registered = {name: [device, "x"], "example.com/nic": ["nic-0"], "nvidia.com/gpu.old": [], "other": ["GPU-2"]}
+    assert devices.others(registered, ["GPU-1"], SLICES) == {name: device}
+    assert devices.others(registered, ["GPU-3"], SLICES) == {}
+
+
+def test_another_plugin_of_the_same_name() -> None:
+    """Of the name that the node is to offer, each device that is not of this plugin's form is another's."""
+    settings = Settings(slice_resource="nvidia.com/gpu")
+    assert devices.others({"nvidia.com/gpu": ids("GPU-1", 0, 1)}, ["GPU-1"], settings) == {}
+    assert devices.others({"nvidia.com/gpu": ["GPU-9", "GPU-8"]}, ["GPU-1"], settings) == {"nvidia.com/gpu": "GPU-8"}
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"Data": {"RegisteredDevices": [1]}}'])
+def test_no_registrations(raw: bytes) -> None:
+    """A record of another form tells of no other plugin."""
+    assert devices.parse_registered(raw) == {}
+
+
 def test_too_little() -> None:
     """An amount that rounds down to nothing is refused: MPS would take it for no limit."""
     with pytest.raises(InvalidRequestError, match="less than MPS can limit"):

@@ -242,34 +242,43 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
             event(node, "client_attributed", client=each.pid)
         look(node, granted)
         told = event(node, "violation", kind="memory")
-        assert (told["pid"], told["lease"]) == (more.pid, granted["id"])
+        assert (told["pid"], told["lease"]) == (less.pid, granted["id"])  # the younger one
         more.free("1GiB")
         look(node, granted)
-        over(node, kind="memory", pid=more.pid)
+        over(node, kind="memory", pid=less.pid)
         # The violation is reported once, and there is no other.
         assert len(node.events("violation")) == 1
 
 
-def test_memory_of_an_extra_client(node: Node) -> None:
-    """The memory of an extra client does not count for its parent's lease, and ends no client of that lease."""
-    node.reload(GRACE + '[violations]\nmemory = "terminate"\n')
+def test_memory_of_a_lease(make_node: Start) -> None:
+    """The memory of a lease is that of all its processes, however many it may have: the newest that are over end.
+
+    mpsd reads the GPUs for it by itself. Nobody else ends: no older process, no newer one that fits, and no neighbour.
+    """
+    seldom = {"mpsd.daemon.gpu.gpus._INTERVAL": 3600.0}
+    config = GRACE + '[violations]\nmemory = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config, durations=seldom).start()
     granted = lease(node, memory=2 * GIB)
-    with SimulatedClient(environment(granted)) as parent:
-        assert parent.alloc("1536MiB")["ok"]
-        event(node, "client_attributed", client=parent.pid)
-        another = lease(node, memory=GIB)
-        with SimulatedClient(environment(another)) as child:
-            assert child.alloc("1GiB")["ok"]
-            assert event(node, "client_attributed", client=child.pid)["lease"] == another["id"]
-            assert node.request("DELETE", f"/v1/leases/{another['id']}").status == 204
-            look(node, granted)
-            assert event(node, "violation", kind="processes", pid=child.pid)["lease"] == granted["id"]
-            verified = node.get(f"/v1/leases/{granted['id']}/verify").json
-            held = {each["pid"]: each["memory_held"] for each in verified["processes"]}
-            assert held == {parent.pid: 1536 * MIB, child.pid: GIB}
-            assert {line["kind"] for line in node.events("violation")} == {"processes"}
-            assert parent.sync()["ok"]
-    assert node.events("client_forced") == []
+    with (
+        leased(node, "--threads", "25", "--memory", "2GiB") as neighbour,
+        SimulatedClient(environment(granted)) as oldest,
+        SimulatedClient(environment(granted)) as middle,
+        SimulatedClient(environment(granted)) as newest,
+    ):
+        assert oldest.alloc("1GiB")["ok"]
+        assert middle.alloc("2GiB")["ok"]  # the limit of each process is that of the lease
+        assert newest.alloc("512MiB")["ok"]
+        assert neighbour.alloc("2GiB")["ok"]
+        told = event(node, "violation", kind="memory")
+        assert (told["pid"], told["lease"], told["policy"]) == (middle.pid, granted["id"], "terminate")
+        assert "hold 3.5GiB of memory on gpu0 instead of 2GiB" in told["because"]
+        middle.process.wait(20)
+        over(node, kind="memory", pid=middle.pid)
+        assert [each.sync()["ok"] for each in (oldest, newest, neighbour)] == [True] * 3
+        verified = node.get(f"/v1/leases/{granted['id']}/verify").json
+        held = {each["pid"]: each["memory_held"] for each in verified["processes"]}
+        assert held == {oldest.pid: GIB, newest.pid: 512 * MIB}
+    assert {line["pid"] for line in node.events("client_forced")} == {middle.pid}
 
 
 # -- what becomes of it ------------------------------------------------------------------------------------------------

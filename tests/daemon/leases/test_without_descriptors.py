@@ -16,7 +16,7 @@ from mpsd.core.settings import LogFormat
 from mpsd.daemon.leases.holder_watch import GroupWatch
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import configure
-from mpsd.daemon.violations.violation_monitor import ClientRecord
+from mpsd.daemon.violations.client_record import ClientRecord
 from mpsd.system.processes import control_groups
 from tests.control_groups import control_group
 from tests.daemon.caller import needs_root

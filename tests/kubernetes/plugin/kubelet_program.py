@@ -68,6 +68,8 @@ class DeviceManager:
         self.changed = threading.Condition(self.lock)
         self.plugins: dict[str, Plugin] = {}
         self.had: Had = {}
+        self.others: dict[str, list[str]] = {}
+        """The devices of other plugins, by resource."""
         self.streams: dict[str, Any] = {}
         self.pods: dict[str, str] = {}
         """Pods that have not ended, with their names."""
@@ -103,7 +105,7 @@ class DeviceManager:
             for container, resources in containers.items()
             for resource, (ids, answer) in resources.items()
         ]
-        registered = {name: sorted(plugin.devices) for name, plugin in self.plugins.items()}
+        registered = {name: sorted(plugin.devices) for name, plugin in self.plugins.items()} | self.others
         document = {"Data": {"PodDeviceEntries": entries or None, "RegisteredDevices": registered}, "Checksum": 1}
         hidden = self.directory / f".{CHECKPOINT}"
         hidden.write_text(json.dumps(document))
@@ -263,6 +265,7 @@ class DeviceManager:
             "ended": self.end,
             "active": self.keep,
             "let_go": self.let_go,
+            "others": self.offer_others,
             "devices": self.devices,
         }
         return orders[verb](**arguments)
@@ -275,6 +278,12 @@ class DeviceManager:
         """Record which pods exist, as kubelet learns from the API server when it starts."""
         with self.lock:
             self.pods = {pod: name for pod, name in self.pods.items() if pod in pods}
+
+    def offer_others(self, devices: dict[str, list[str]]) -> None:
+        """Have other plugins, with these devices; each change of devices is stored."""
+        with self.lock:
+            self.others = devices
+            self.store()
 
     def let_go(self, resource: str) -> None:
         """Drop the stream of a plugin, like a broken connection."""

@@ -233,3 +233,33 @@ class TestRestarts:
         (other,) = cluster.await_held(pod)
         assert other["id"] != lease["id"]
         assert other["active_thread_percentage"] == 25
+
+
+class TestOtherPlugins:
+    """Plugins that offer the same GPUs, by kubelet's record of all plugins."""
+
+    def test_another_name(self, make_cluster: MakeCluster) -> None:
+        """A plugin with another resource is named in the log, once; the node goes on offering its own."""
+        cluster = make_cluster()
+        (gpu,) = (each["uuid"] for each in cluster.node.get("/v1/gpus").json["gpus"])
+        cluster.order("others", devices={"nvidia.com/gpu": [gpu], "example.com/nic": ["nic-0"]})
+        wait_until(lambda: cluster.log("other_plugin"), what="the log to name it")
+        cluster.create({"main": {SLICE: 25}}).start("main")
+        assert [(each["resource"], each["device"]) for each in cluster.log("other_plugin")] == [("nvidia.com/gpu", gpu)]
+        assert "kubelet forgets it" in cluster.log("other_plugin")[0]["hint"]
+
+    def test_the_same_name(self, make_cluster: MakeCluster) -> None:
+        """A name that another plugin has is not taken from it: the log says so, until kubelet has forgotten it."""
+        name = "nvidia.com/gpu"
+        cluster = make_cluster(start=False, settings={"SLICE_RESOURCE": name, "SLICES": "4"})
+        (gpu,) = (each["uuid"] for each in cluster.node.get("/v1/gpus").json["gpus"])
+        cluster.start_kubelet()
+        cluster.order("others", devices={name: [gpu]})
+        cluster.start_plugin()
+        (line,) = wait_until(lambda: cluster.log("resource_not_registered"), what="the log to say so")
+        assert f"another plugin offers this resource, with the device {gpu}" in line["because"]
+        assert cluster.order("devices") == {}
+        cluster.order("others", devices={name: []})
+        wait_until(lambda: cluster.log("resource_registered"), what="its registration")
+        wait_until(lambda: cluster.healthy(name) == 4, what="its devices")
+        assert len(cluster.log("resource_not_registered")) == 1

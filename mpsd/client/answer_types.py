@@ -155,6 +155,16 @@ class Canary(TypedDict):
     at: Time
 
 
+@answer("What a GPU is; null for what its driver does not report.")
+class Hardware(TypedDict):
+    brand: str | None
+    architecture: str | None
+    compute_capability: str
+    cuda_version: Annotated[str | None, about("The newest version of CUDA that the driver supports.")]
+    pci_bus_id: Annotated[str | None, about("As domain:bus:device.function, with four digits of the domain.")]
+    pcie_root: Annotated[str | None, about("The root complex of its bus, such as pci0000:00.")]
+
+
 @answer(
     "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
     " read.\n\n"
@@ -183,6 +193,7 @@ class Gpu(TypedDict):
     because: str
     hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
     refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
+    hardware: Annotated[Hardware | None, about("Null for a GPU that cannot be read.")]
     users: Annotated[
         list[int],
         about(

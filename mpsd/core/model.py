@@ -143,6 +143,20 @@ class Claim(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a GPU is, for those who choose one: mpsd decides nothing by it. None for what the driver does not report."""
+
+    brand: str | None = None
+    architecture: str | None = None
+    cuda_version: str | None = None
+    """The newest version of CUDA that the driver supports, such as 12.5."""
+    pci_bus_id: str | None = None
+    """As the kernel writes it: domain:bus:device.function."""
+    pcie_root: str | None = None
+    """The root complex of its bus, as the kernel names it: pci0000:00."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """The properties of a GPU that are constant while the driver is loaded."""
 
@@ -159,6 +173,7 @@ class Gpu:
     """Bytes of the total that the driver reserves for itself; 0 where the driver, before 510, does not report it."""
     integrated: bool = False
     """Whether it has no memory of its own: the total is the host's, and the reserve is what the host keeps of it."""
+    hardware: Hardware = Hardware()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,19 +36,28 @@ _LIBRARIES: Final = {"google", "grpc"}
 @click.option(
     "--dra", is_flag=True, help="Run as the driver of Dynamic Resource Allocation instead of a device plugin."
 )
-def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool) -> None:
+@click.option(
+    "--check", is_flag=True, help="Validate the configuration, say what a node would offer, and exit with 0 or 78."
+)
+def cli(
+    *, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool, check: bool
+) -> None:
     """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin, or its driver.
 
     Runs in the foreground beside mpsd, as root in the host's pid namespace, and logs to stderr. The
     environment variable MPSD_KUBERNETES_<SETTING> overrides a setting of the configuration file.
     """
+    options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
+    found = settings.parse(read_text(config, _CONFIG) or "", os.environ, options)
+    if check:
+        click.echo(settings.summary(found))
+        return
+
     from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not need gRPC
     from mpsd.kubernetes.log import Log  # noqa: PLC0415
     from mpsd.kubernetes.parts import program  # noqa: PLC0415
     from mpsd.kubernetes.service import run_plugin  # noqa: PLC0415
 
-    options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
-    found = settings.parse(read_text(config, _CONFIG) or "", os.environ, options)
     settings.check_capabilities(found, capabilities.effective())
     started = program(found, Log(found.log_format))
     if found.resources is Offer.DRA:

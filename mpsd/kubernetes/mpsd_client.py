@@ -166,6 +166,7 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
         model=gpu["name"] or "",
         version=version or "",
         tenths=int(gpu["threads_total"] * 10),
+        hardware=gpu.get("hardware"),  # an mpsd of an earlier release does not have it
     )
 
 

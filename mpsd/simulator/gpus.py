@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.gpus import of_host
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind, Setting, setting
 
 DRIVER_VERSION: Final = "555.58.02"
@@ -39,6 +39,7 @@ class SimulatedGpus:
                 driver_version=DRIVER_VERSION,
                 memory_reserved=reserved,
                 integrated=self._integrated,
+                hardware=Hardware("Nvidia", "Hopper", "12.5", f"ffff:{index:02x}:00.0", "pciffff:00"),
             )
             for index in range(count)
         )

@@ -37,6 +37,7 @@ def gpu(**other: Any) -> Any:
         "because": "it answers",
         "hint": None,
         "refused": None,
+        "hardware": None,
         "users": [0],
         **other,
     }

@@ -9,7 +9,7 @@ from typing import Any, Final
 from mpsd.simulator.devices import VARIABLE
 from tests.cluster.cluster import Cluster
 from tests.cluster.node import NODE
-from tests.cluster.rendering import by_kind, kustomized
+from tests.cluster.rendering import kustomized, only
 from tests.container.images import IMAGE
 from tests.container.manifests import KUBERNETES, documents
 
@@ -31,11 +31,11 @@ class Mpsd:
         """Give each node so many simulated GPUs; the texts are the configuration of mpsd, and of mpsd-kubernetes."""
         self.cluster = cluster
         self.objects = kustomized(overlay)
-        kinds = by_kind(self.objects)
-        self._prepare(kinds["DaemonSet"], gpus)
+        self._prepare(only(self.objects, "DaemonSet"), gpus)
+        files = only(self.objects, "ConfigMap")["data"]
         if mpsd:
-            kinds["ConfigMap"]["data"]["mpsd.toml"] = mpsd
-        kinds["ConfigMap"]["data"]["kubernetes.toml"] = f'{plugin}\ncgroup_root = "/{cluster.name}"\n'
+            files["mpsd.toml"] = mpsd
+        files["kubernetes.toml"] = f'{plugin}\ncgroup_root = "/{cluster.name}"\n'
 
     @staticmethod
     def _prepare(daemonset: Any, gpus: int) -> None:

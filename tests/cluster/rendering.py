@@ -44,9 +44,22 @@ def helm(what: str, values: Mapping[str, Any]) -> Any:
 
 def rendered(**values: Any) -> list[Any]:
     """Return the objects of the chart with these values, in the namespace and under the name of the overlays."""
+    return [each for each in _rendered(values) if not _is_hook(each)]
+
+
+def hooks(**values: Any) -> list[Any]:
+    """Return the objects of the chart that Helm removes after an installation."""
+    return [each for each in _rendered(values) if _is_hook(each)]
+
+
+def _rendered(values: Mapping[str, Any]) -> list[Any]:
     files = helm("render", values)["rendered"]
     texts = [text for name, text in sorted(files.items()) if not name.endswith("NOTES.txt")]
     return [each for text in texts for each in yaml.safe_load_all(text) if each is not None]
+
+
+def _is_hook(each: Any) -> bool:
+    return "helm.sh/hook" in each["metadata"].get("annotations", {})
 
 
 def named(objects: list[Any]) -> dict[tuple[str, str], Any]:
@@ -58,4 +71,10 @@ def named(objects: list[Any]) -> dict[tuple[str, str], Any]:
 def by_kind(objects: list[Any]) -> dict[str, Any]:
     found = {each["kind"]: each for each in objects}
     assert len(found) == len(objects), json.dumps(objects)
+    return found
+
+
+def only(objects: list[Any], kind: str) -> Any:
+    """Return the only object of a kind."""
+    (found,) = (each for each in objects if each["kind"] == kind)
     return found

@@ -217,6 +217,9 @@ _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
 }
 """The documents with a generated part, and the name of that."""
 
+_IN_CHART: Final = ("monitoring/prometheus/mpsd.rules.yml", "monitoring/grafana/mpsd.json")
+"""Files that the chart has a copy of: Helm reads no file outside of it."""
+
 FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsctl.1": manual.mpsctl_page,
     "docs/man/mpsd.8": manual.mpsd_page,
@@ -227,6 +230,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/kubernetes.md": partial(_page, "docs/kubernetes.md", "kubernetes-settings", kubernetes_table, ""),
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
     **completions.FILES,
+    **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},
 }
 """Every file that is generated, or has a generated part, by its path from the root of the tree."""
 

@@ -5,6 +5,7 @@ So do the commands of the page about the installation on a cluster.
 
 import configparser
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +62,32 @@ def test_chart() -> None:
     objects = {each["kind"]: each for each in rendered(metrics={"enabled": True, "port": 9500})}
     config = objects["ConfigMap"]["data"]["mpsd.toml"]
     fits(objects["PodMonitor"], objects["DaemonSet"]["spec"]["template"], config)
-    assert "PodMonitor" not in {each["kind"] for each in rendered(metrics={"enabled": True, "podMonitor": False})}
+    assert "PodMonitor" not in {
+        each["kind"] for each in rendered(metrics={"enabled": True, "podMonitor": {"create": False}})
+    }
+
+
+@pytest.mark.skipif(importlib.util.find_spec("helm_python") is None, reason="helm-python-sdk is not installed")
+def test_chart_with_rules_and_dashboard() -> None:
+    """The chart has the alerts and the dashboard as they are, and labels by which Prometheus and Grafana find them."""
+    ours = {"release": "kube-prometheus-stack"}
+    drop = [{"sourceLabels": ["__name__"], "regex": "mpsd_canary_.*", "action": "drop"}]
+    metrics = {
+        "enabled": True,
+        "podMonitor": {"labels": ours, "metricRelabelings": drop},
+        "rules": {"create": True, "labels": ours},
+        "dashboard": {"create": True, "annotations": {"grafana_folder": "GPUs"}},
+    }
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in rendered(metrics=metrics)}
+    monitor, rules = objects["PodMonitor", "mpsd"], objects["PrometheusRule", "mpsd"]
+    assert all(each["metadata"]["labels"].items() >= ours.items() for each in (monitor, rules))
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["metricRelabelings"] == drop
+    assert rules["spec"] == yaml.safe_load((FILES / "mpsd.rules.yml").read_text())
+    dashboard = objects["ConfigMap", "mpsd-dashboard"]
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert dashboard["metadata"]["annotations"] == {"grafana_folder": "GPUs"}
+    assert json.loads(dashboard["data"]["mpsd.json"]) == json.loads((ROOT / "monitoring/grafana/mpsd.json").read_text())
 
 
 def test_scrape_job() -> None:

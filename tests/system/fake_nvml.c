@@ -3,6 +3,7 @@
  * Each call reads $FAKE_NVML/state, which is replaced by rename, so that GPUs change while a process observes them:
  *
  *   driver VERSION
+ *   hardware GPU BRAND ARCHITECTURE BUS                        as numbers of nvml.h, and a text; without it, none is told
  *   cuda VERSION                                              as 13000; 0 if the driver does not report it
  *   condition GPU PERSISTENCE ECC RETIREMENT PENDING FAILED   -1 for a value that the GPU does not report, or no line
  *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 if the GPU has no such mode
@@ -43,7 +44,8 @@ enum { CLOCK, TEMPERATURE, POWER, CLOCKS };
 struct state {
     char driver[80];
     int gpus, processes, faults, xids, cuda;
-    int condition[GPUS][CONDITIONS], recovery[GPUS];
+    int condition[GPUS][CONDITIONS], recovery[GPUS], brand[GPUS], architecture[GPUS];
+    char bus[GPUS][32];
     unsigned clock[GPUS][CLOCKS];
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
@@ -76,11 +78,18 @@ static void read_state(struct state *s)
         struct gpu *g = &s->gpu[s->gpus];
         int p = s->processes, f = s->faults, x = s->xids, of[1 + CONDITIONS];
         unsigned c[CLOCKS];
+        char bus[32];
         if (sscanf(line, "driver %79s", s->driver) == 1 || sscanf(line, "cuda %d", &s->cuda) == 1)
             continue;
         if (sscanf(line, "clock %d %u %u %u", &of[0], &c[CLOCK], &c[TEMPERATURE], &c[POWER]) == 4 && of[0] >= 0 &&
             of[0] < GPUS) {
             memcpy(s->clock[of[0]], c, sizeof c);
+            continue;
+        }
+        if (sscanf(line, "hardware %d %d %d %31s", &of[0], &of[1], &of[2], bus) == 4 && of[0] >= 0 && of[0] < GPUS) {
+            s->brand[of[0]] = of[1];
+            s->architecture[of[0]] = of[2];
+            memcpy(s->bus[of[0]], bus, sizeof bus);
             continue;
         }
         if (sscanf(line, "recovery %d %d", &of[0], &of[1]) == 2 && of[0] >= 0 && of[0] < GPUS) {
@@ -239,6 +248,34 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version)
     ENTER(ALL);
     *version = s.cuda;
     return s.cuda ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetBrand(void *handle, unsigned *brand)
+{
+    ENTER(index_of(handle));
+    *brand = s.brand[index_of(handle)];
+    return s.bus[index_of(handle)][0] ? SUCCESS : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetArchitecture(void *handle, unsigned *architecture)
+{
+    ENTER(index_of(handle));
+    *architecture = s.architecture[index_of(handle)];
+    return s.bus[index_of(handle)][0] ? SUCCESS : NOT_SUPPORTED;
+}
+
+struct pci_info {
+    char old_bus[16];
+    unsigned domain, bus, device, pci_device, pci_subsystem;
+    char bus_id[32];
+};
+
+int nvmlDeviceGetPciInfo_v3(void *handle, struct pci_info *info)
+{
+    ENTER(index_of(handle));
+    memset(info, 0, sizeof *info);
+    memcpy(info->bus_id, s.bus[index_of(handle)], sizeof info->bus_id);
+    return s.bus[index_of(handle)][0] ? SUCCESS : NOT_SUPPORTED;
 }
 
 #define CONDITION(value, what)                             \

@@ -8,6 +8,7 @@ where DRADeviceTaints is on; elsewhere the API server drops it silently, and pod
 GPU out takes it from no claim: allocated claims stay allocated, and count again when the GPU is back.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -17,6 +18,16 @@ from mpsd.core.kubernetes.devices import Gpu
 
 API_VERSION: Final = "resource.k8s.io/v1"
 """The first version with consumable capacity that is not an alpha: Kubernetes 1.34."""
+
+NVIDIA: Final = "gpu.nvidia.com"
+"""The domain of NVIDIA's own driver: its attributes have its names, types and values here, so that an expression of CEL
+is the same for both drivers. Source: its GpuInfo.Attributes, 2026-05; Kubernetes wants names of others with their
+domain, and one meaning for each."""
+
+_STANDARD: Final = "resource.kubernetes.io"
+"""Source: k8s.io/dynamic-resource-allocation/deviceattribute."""
+
+_VERSION: Final = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:\.([0-9]{1,9}))?", re.ASCII)
 
 _LONGEST_TEXT: Final = 64
 """Maximum characters of a text attribute. Source: resource.k8s.io/v1."""
@@ -119,24 +130,45 @@ def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
     memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
     if memory < 2 * steps.mebibytes:
         return None
-    attributes: dict[str, object] = {
-        "uuid": {"string": gpu.uuid},
-        "index": {"int": gpu.position},
-        "model": {"string": gpu.model[:_LONGEST_TEXT]},
-        "driver": {"string": gpu.version[:_LONGEST_TEXT]},
-        "attach": {"string": node.attach},
-    }
-    if gpu.driver is not None:
-        attributes["driverBranch"] = {"int": gpu.driver}
     return {
         "name": device_name(gpu.uuid),
         "allowMultipleAllocations": True,
-        "attributes": attributes,
+        "attributes": _attributes(gpu, node),
         "capacity": {
             THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, str),
             MEMORY: _capacity(memory, memory, steps.mebibytes, allocation.quantity_of),
         },
     }
+
+
+def _attributes(gpu: Gpu, node: Node) -> dict[str, object]:
+    """Return the attributes of a GPU, without those whose values are unknown."""
+    known = {name: each for name, each in (gpu.hardware or {}).items() if isinstance(each, str)}
+    texts = {
+        f"{NVIDIA}/type": "gpu",
+        f"{NVIDIA}/uuid": gpu.uuid,
+        f"{NVIDIA}/productName": gpu.model,
+        f"{NVIDIA}/brand": known.get("brand"),
+        f"{NVIDIA}/architecture": known.get("architecture"),
+        f"{_STANDARD}/pciBusID": known.get("pci_bus_id"),
+        f"{_STANDARD}/pcieRoot": known.get("pcie_root"),
+        "attach": node.attach,
+    }
+    versions = {
+        f"{NVIDIA}/cudaComputeCapability": known.get("compute_capability"),
+        f"{NVIDIA}/driverVersion": gpu.version,
+        f"{NVIDIA}/cudaDriverVersion": known.get("cuda_version"),
+    }
+    found: dict[str, object] = {"index": {"int": gpu.position}}
+    found |= {name: {"string": text[:_LONGEST_TEXT]} for name, text in texts.items() if text}
+    found |= {name: {"version": text} for name, each in versions.items() if (text := _semantic(each or ""))}
+    return found
+
+
+def _semantic(version: str) -> str | None:
+    """Return a version in the form that CEL's semver() compares: 555.58.02 is 555.58.2, and 9.0 is 9.0.0."""
+    match = _VERSION.fullmatch(version)
+    return None if match is None else ".".join(f"{int(each or 0)}" for each in match.groups())
 
 
 def _capacity(whole: int, most: int, step: int, write: Callable[[int], str]) -> dict[str, object]:

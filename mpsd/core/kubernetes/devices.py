@@ -54,6 +54,8 @@ class Gpu(NamedTuple):
     """The version of its driver."""
     tenths: int = _WHOLE
     """The threads that mpsd grants of it in sum, in tenths of a percent: more than all where it oversubscribes them."""
+    hardware: Mapping[str, object] | None = None
+    """What it is, as mpsd answers it; None where mpsd does not tell."""
 
 
 class Part(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Final
 
 from mpsd.core import setting_parsers as parsers
 from mpsd.core.capabilities import READER
-from mpsd.core.configuration.document import decode, section_of
+from mpsd.core.configuration.document import decode, render, section_of
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Visible
 from mpsd.core.quantities import PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, row, rows_of
-from mpsd.core.units import MIB, parse_duration, parse_size
+from mpsd.core.units import MIB, format_size, parse_duration, parse_size
 
 DOMAIN: Final = "mpsd.internal"
 """The domain of all names in a cluster. The top level `internal` is reserved for private use (ICANN, 2024)."""
@@ -238,6 +238,29 @@ def parse(document: str, environment: Mapping[str, str], options: Mapping[str, s
     settings = section_of("", Settings, given, "docs/kubernetes.md")
     _check(settings)
     return settings
+
+
+def summary(settings: Settings) -> str:
+    """Return what a node offers, as a comment, and each setting that is not the default one, as TOML."""
+    values = [(row, getattr(settings, row.name)) for row in rows_of("", Settings)]
+    changed = [f"{row.name} = {render(row, value)}" for row, value in values if value != row.default]
+    return "\n".join([f"# A node offers {_offers(settings)}", *changed])
+
+
+def _offers(settings: Settings) -> str:
+    memory = format_size(settings.memory_unit.mebibytes * MIB)
+    match settings.resources:
+        case Offer.SLICES:
+            each = f"each is {100 / settings.slices:.3g} % of its memory, with threads in proportion"
+            return f"{settings.slices} of {settings.slice_resource} for each GPU: {each}"
+        case Offer.MEMORY:
+            return f"{settings.memory_resource}: each is {memory} of a GPU, with threads in proportion"
+        case Offer.THREADS_AND_MEMORY:
+            threads = f"{settings.core_resource} ({settings.core_unit} % of its threads)"
+            return f"of one GPU {threads} and {settings.memory_resource} ({memory})"
+        case Offer.DRA:
+            step = format_size(settings.memory_step.mebibytes * MIB)
+            return f"devices of {settings.domain}, in steps of {settings.thread_step} % of the threads and {step}"
 
 
 def check_capabilities(settings: Settings, effective: int) -> None:

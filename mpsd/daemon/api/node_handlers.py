@@ -128,6 +128,7 @@ class NodeHandlers:
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=who.operator),
             refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
+            hardware=rendering.hardware(gpu) if gpu else None,
             users=sorted(uid for uid in users if is_one or settings.api.open or who.admin or uid == request.uid),
         )
 

@@ -16,6 +16,7 @@ from mpsd.core.model import (
     Claim,
     Daemon,
     Drift,
+    Gpu,
     Holder,
     HoldingGroup,
     HoldingProcess,
@@ -86,6 +87,19 @@ def limits(found: ReadBack | None) -> answer_types.Limits:
         "active_thread_percentage": found.active_thread_percentage_tenths / 10,
         "pinned_device_mem_limit": found.pinned_device_mem_limit,
     }
+
+
+def hardware(gpu: Gpu) -> answer_types.Hardware:
+    """Render what a GPU is."""
+    (major, minor), found = gpu.compute_capability, gpu.hardware
+    return answer_types.Hardware(
+        brand=found.brand,
+        architecture=found.architecture,
+        compute_capability=f"{major}.{minor}",
+        cuda_version=found.cuda_version,
+        pci_bus_id=found.pci_bus_id,
+        pcie_root=found.pcie_root,
+    )
 
 
 def drift(daemon: str, drift: Drift) -> answer_types.Drift:

@@ -289,6 +289,7 @@ class _Nvml:
             driver_version=driver_version,
             memory_reserved=reserved,
             integrated=memory is None,
+            hardware=nvml_readings.hardware(self.lib, handle),
         )
 
     def usage(self, uuid: str) -> GpuUsage:

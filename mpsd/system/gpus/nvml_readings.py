@@ -1,10 +1,12 @@
 """NVML's readings of a GPU, as values, for mpsd/system/gpus/gpu.py, which makes these calls on its own thread."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
-from mpsd.core.model import GpuProcess, Known, Unknown
+from mpsd.core.model import GpuProcess, Hardware, Known, Unknown
 
 T = TypeVar("T")
 
@@ -23,6 +25,59 @@ def condition(lib: Any, uuid: str) -> Condition:  # noqa: ANN401 - pynvml has no
         remapping_pending=None if remapped is None else bool(remapped[2]),
         remapping_failed=None if remapped is None else bool(remapped[3]),
     )
+
+
+_BRANDS: Final = (
+    None, "Quadro", "Tesla", "NVS", "Grid", "GeForce", "Titan", "NvidiaVApps", "NvidiaVPC", "NvidiaVCS", "NvidiaVWS",
+    "NvidiaCloudGaming", "QuadroRTX", "NvidiaRTX", "Nvidia", "GeForceRTX", "TitanRTX",
+)  # fmt: skip
+"""By nvmlBrandType_t (nvml.h), in the words of NVIDIA's own DRA driver (go-nvlib)."""
+
+_ARCHITECTURES: Final = (
+    None, None, "Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada Lovelace", "Hopper", "Blackwell",
+    "Orin",
+)  # fmt: skip
+"""By nvmlDeviceArchitecture_t (nvml.h), in the same words."""
+
+_PCI: Final = re.compile(r"(?:0000)?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])")
+"""NVML writes the domain with four or with eight digits."""
+
+
+def hardware(lib: Any, handle: object, sysfs: Path = Path("/sys")) -> Hardware:  # noqa: ANN401 - pynvml has no types
+    """Read what a GPU is; what cannot be read is None, whatever the reason."""
+    brand = _try(lib, lambda: int(lib.nvmlDeviceGetBrand(handle)))
+    architecture = _try(lib, lambda: int(lib.nvmlDeviceGetArchitecture(handle)))
+    cuda = _try(lib, lambda: int(lib.nvmlSystemGetCudaDriverVersion_v2()))
+    written = _try(lib, lambda: str(lib.nvmlDeviceGetPciInfo(handle).busId).lower())
+    found = _PCI.fullmatch(written or "")
+    pci = None if found is None else found[1]
+    return Hardware(
+        brand=_word(_BRANDS, brand),
+        architecture=_word(_ARCHITECTURES, architecture),
+        cuda_version=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
+        pci_bus_id=pci,
+        pcie_root=None if pci is None else pcie_root(sysfs, pci),
+    )
+
+
+def _word(words: Sequence[str | None], number: int | None) -> str | None:
+    return words[number] if number is not None and number < len(words) else None
+
+
+def pcie_root(sysfs: Path, pci: str) -> str | None:
+    """Return the first part of the device's path below /sys/devices; None for one that is on no PCI bus."""
+    try:
+        parts = (sysfs / "bus/pci/devices" / pci).readlink().parts
+    except OSError:
+        return None
+    return next((each for each in parts if each.startswith("pci")), None) if parts[-1] == pci else None
+
+
+def _try(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types
+    try:
+        return ask()
+    except lib.NVMLError:
+        return None
 
 
 _RECOVERY_ACTION: Final = 230

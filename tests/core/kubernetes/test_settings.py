@@ -6,7 +6,7 @@ import pytest
 
 from mpsd.core.capabilities import READER, Capability
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.kubernetes.settings import Offer, Settings, check_capabilities, parse
+from mpsd.core.kubernetes.settings import Offer, Settings, check_capabilities, parse, summary
 from mpsd.core.quantities import PinnedDeviceMemLimit
 
 
@@ -81,3 +81,28 @@ def test_capabilities(lacking: Capability) -> None:
         check_capabilities(settings, has | 1 << lacking)
     check_capabilities(Settings(uid=1000), has)
     check_capabilities(Settings(resources=Offer.DRA, hook=Path("/usr/bin/mpsctl")), 0)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ("", "100 of nvidia.com/gpu.mps-slice for each GPU: each is 1 % of its memory, with threads in proportion"),
+        (
+            'resources = "memory"\nmemory_resource = "aliyun.com/gpu-mem"',
+            "aliyun.com/gpu-mem: each is 1GiB of a GPU, with threads in proportion",
+        ),
+        (
+            'resources = "threads-and-memory"\ncore_unit = 5',
+            "of one GPU nvidia.com/mps-core (5 % of its threads) and nvidia.com/mps-memory (1GiB)",
+        ),
+        (
+            'node = "a"\nresources = "dra"\nthread_step = 5',
+            "devices of mpsd.internal, in steps of 5 % of the threads and 256MiB",
+        ),
+    ],
+)
+def test_summary(document: str, says: str) -> None:
+    """It says what is offered, and repeats what was set."""
+    offers, *changed = summary(parse(document, {}, {})).splitlines()
+    assert offers == f"# A node offers {says}"
+    assert changed == document.splitlines()

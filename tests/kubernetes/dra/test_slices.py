@@ -28,7 +28,20 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     assert published["spec"]["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
     first, second = published["spec"]["devices"]
     assert [first["name"], second["name"]] == [gpu(0).lower(), gpu(1).lower()]
-    assert first["attributes"]["uuid"] == {"string": GPU}
+    assert first["attributes"] == {
+        "index": {"int": 0},
+        "attach": {"string": "anytime"},
+        "gpu.nvidia.com/type": {"string": "gpu"},
+        "gpu.nvidia.com/uuid": {"string": GPU},
+        "gpu.nvidia.com/productName": {"string": "Simulated GPU"},
+        "gpu.nvidia.com/brand": {"string": "Nvidia"},
+        "gpu.nvidia.com/architecture": {"string": "Hopper"},
+        "gpu.nvidia.com/cudaComputeCapability": {"version": "9.0.0"},
+        "gpu.nvidia.com/driverVersion": {"version": "555.58.2"},
+        "gpu.nvidia.com/cudaDriverVersion": {"version": "12.5.0"},
+        "resource.kubernetes.io/pciBusID": {"string": "ffff:00:00.0"},
+        "resource.kubernetes.io/pcieRoot": {"string": "pciffff:00"},
+    }
     assert second["attributes"]["index"] == {"int": 1}
     assert first["capacity"]["threads"] == {
         "value": "100",

@@ -25,6 +25,27 @@ def test_without_its_extra(library: str) -> None:
     assert "pip install 'mpsd[kubernetes]'" in second
 
 
+def check(path: Path, document: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Check a configuration as a container without rights would."""
+    path.write_text(document)
+    command = [sys.executable, "-m", "mpsd.kubernetes", "--check", "--config", str(path), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_check(tmp_path: Path) -> None:
+    """A valid configuration is summed up; for another one the status and the words are those of a start."""
+    done = check(tmp_path / "kubernetes.toml", "slices = 8\nuid = 1000")
+    assert (done.returncode, done.stderr) == (0, "")
+    offers, *changed = done.stdout.splitlines()
+    assert "offers 8 of nvidia.com/gpu.mps-slice for each GPU: each is 12.5 %" in offers
+    assert changed == ["slices = 8", "uid = 1000"]
+    assert "mpsd.internal" in check(tmp_path / "kubernetes.toml", "", "--dra", "--node", "a").stdout
+    wrong = check(tmp_path / "kubernetes.toml", "slice = 8")
+    assert (wrong.returncode, wrong.stdout) == (78, "")
+    assert "unknown setting 'slice'" in wrong.stderr
+    assert "hint: did you mean 'slices'?" in wrong.stderr
+
+
 def test_binary_configuration(tmp_path: Path) -> None:
     """A configuration that is not text is refused, with the invalid byte."""
     config = tmp_path / "kubernetes.toml"

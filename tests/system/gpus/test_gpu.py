@@ -11,7 +11,8 @@ import pytest
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, ExhaustedError, GpuUnknownError, NoDriverError
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Unknown
+from mpsd.system.gpus import nvml_readings
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
 
@@ -64,6 +65,26 @@ def test_inventory_is_what_nvml_says(nvml: FakeNvml, gpus: Child) -> None:
     """Each GPU has its own figures; the MIG mode is the current one (the fake's pending one is always on)."""
     nvml.show(*_NODE)
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+def test_what_a_gpu_is(nvml: FakeNvml, gpus: Child) -> None:
+    """Brand, architecture and bus are in the words of NVIDIA's driver for Kubernetes; a newer number is no word."""
+    hardware = "hardware 0 14 9 00000000:FF:1F.7", "hardware 1 99 99 00010000:04:00.0"
+    nvml.show(*_NODE, *hardware, "cuda 12050")
+    found = Hardware("Nvidia", "Hopper", "12.5", "0000:ff:1f.7")
+    assert gpus.inventory() == Inventory(
+        (replace(_FIRST_GPU, hardware=found), replace(_SECOND_GPU, hardware=Hardware(cuda_version="12.5")))
+    )
+
+
+def test_root_complex(tmp_path: Path) -> None:
+    """It is the first part of the path to which the kernel links the device's address."""
+    devices = tmp_path / "bus/pci/devices"
+    devices.mkdir(parents=True)
+    (devices / "0000:0f:00.0").symlink_to("../../../devices/pci0000:0a/0000:0a:01.0/0000:0f:00.0")
+    (devices / "0000:10:00.0").symlink_to("../../../devices/platform/other")
+    assert nvml_readings.pcie_root(tmp_path, "0000:0f:00.0") == "pci0000:0a"
+    assert [nvml_readings.pcie_root(tmp_path, f"0000:1{each}:00.0") for each in (0, 1)] == [None, None]
 
 
 def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:

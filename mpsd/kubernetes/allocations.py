@@ -221,6 +221,7 @@ class Allocations(PodLeases):
         with self._lock:
             containers = self._recorded()
             leases = self._mpsd.claimed()
+            self._report_lost(each.held for each in leases)
             known = {each.held.lease for each in leases}
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
             self._forget_all_but(known)

@@ -268,6 +268,7 @@ class Driver(PodLeases):
 
     def reconcile(self) -> None:
         leases = self._share_leases()  # first: a claim is stored before it has any
+        self._report_lost(each.held for each in leases)
         known = self._store.all()
         actions = prepared.next_actions(
             known,

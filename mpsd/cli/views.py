@@ -308,7 +308,7 @@ def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
             *_share_figures(lease),
             name_of(lease["owner"]["uid"]),
             holding_pid(lease),
-            f"{len(lease['clients'])} of {lease['processes'] * max(len(lease['shares']), 1) or 'any'}",
+            _clients(lease),
             Figure(age(lease["created"], now), -datetime.fromisoformat(lease["created"]).timestamp()),
             _expiry(lease, now),
             holders(lease),
@@ -427,10 +427,17 @@ _SENTENCES: Final = frozenset(
 """The fields of a lease with sentences of mpsd, not of its user."""
 
 
+def _clients(lease: "answer_types.Lease") -> str:
+    """Return the number of a lease's clients, without those that lost their server."""
+    lost = len(lease.get("lost", ()))
+    most = lease["processes"] * max(len(lease["shares"]), 1) or "any"
+    return f"{len(lease['clients']) - lost} of {most}" + (f", {lost} lost" if lost else "")
+
+
 def _lost(lease: "answer_types.Lease") -> list[tuple[str, str]]:
-    """Show the clients whose work ended with their control daemon."""
+    """Show the clients whose work ended with their server."""
     pids = " ".join(map(str, lease.get("lost", ())))
-    return [("lost", f"{pids}: their work ended with their control daemon, and all their calls fail")] if pids else []
+    return [("lost", f"{pids}: their work ended with their server, and all their calls fail")] if pids else []
 
 
 def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:

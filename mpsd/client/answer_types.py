@@ -450,7 +450,7 @@ class Lease(TypedDict):
     lost: NotRequired[
         Annotated[
             list[int],
-            about("Those of its clients whose work ended with their control daemon: all their calls of CUDA fail."),
+            about("Those of its clients whose work ended with their server: all their calls of CUDA fail."),
             default([]),
         ]
     ]

@@ -186,7 +186,7 @@ class EventName(StrEnum):
     LEASE_BORNE = ("lease_borne", "info", f"{_LEASE} pids because",
         "A lease whose holders are gone lives on for its processes.", "{lease}: {because}")
     LEASE_CLIENTS_LOST = ("lease_clients_lost", "warning", f"{_LEASE} daemon pids because",
-        "The work of clients of a lease has ended with their control daemon; the processes may live on.",
+        "The work of clients of a lease has ended with their server; the processes may live on.",
         "{lease}: the work of its clients (pid {pids}) on {daemon} has ended: {because}")
     LEASE_USER_CHANGED = ("lease_user_changed", "info", f"{_LEASE} pids because hint",
         "A process of a lease of root runs as another user, and so does not reach MPS.", "{lease}: {because}")

@@ -110,7 +110,7 @@ class Kind(StrEnum):
     NOT_CLOSED = "not_closed", "", "warning"
     """The compute mode of the GPU gives the whole GPU to a program that misses MPS. The node stays healthy."""
     CLIENTS_LOST = "clients_lost", "", "warning for_all"
-    """The contexts of a lease's clients ended with their control daemon, and the clients live. The node stays
+    """The contexts of a lease's clients ended with their server, and the clients live. The node stays
     healthy."""
     SUSPECT = "suspect", "", "warning for_all"
     """A uid or a container had pipe access when control daemons crashed. Whether it caused that is unknown."""
@@ -208,7 +208,7 @@ def of_node(
     """Judge a node.
 
     `store` is the reason why no lease can be stored, or empty. `limited` says whether a program without a lease must
-    get less than a whole GPU. `lost` are the leases with clients whose contexts ended with their control daemon.
+    get less than a whole GPU. `lost` are the leases with clients whose contexts ended with their server.
     """
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
@@ -426,7 +426,7 @@ def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
         by_daemon.setdefault(lease.shares[0].daemon, []).append(f"{lease.id} (pid {pids})")
     for name, words in by_daemon.items():
         because = (
-            f"{name}: clients of {first_of(words)} live on although their work ended with their control daemon: all"
+            f"{name}: clients of {first_of(words)} live on although their work ended with their server: all"
             " their calls of CUDA fail (errors 806, 805)"
         )
         yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again")

@@ -548,7 +548,7 @@ class Lease(Struct, frozen=True):
     """Living processes that belong to it by a token alone that they carry, or may carry, clients or not: they keep it
     alive, and it ends none of them."""
     lost: tuple[ProcessIdentity, ...] = ()
-    """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
+    """Those of its living client processes whose contexts ended with their server, alone or with its control daemon."""
     token: str = ""
     """The secret in the environment of its processes."""
     until: float | None = None

@@ -39,6 +39,8 @@ class Reason(StrEnum):
 
     LEASE_NOT_HELD = "LeaseNotHeld"
     """The user of a container has no lease, so its program cannot use the GPU."""
+    SERVER_LOST = "ServerLost"
+    """The MPS server of a container's processes has ended, so all their calls of CUDA fail."""
 
 
 class PodEvent(NamedTuple):

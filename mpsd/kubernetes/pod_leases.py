@@ -18,7 +18,7 @@ from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.kubernetes.pod_events import PodEvents, PodName
+from mpsd.kubernetes.pod_events import PodEvents, PodName, Reason
 
 
 class PodLeases(Part, ABC):
@@ -118,6 +118,17 @@ class PodLeases(Part, ABC):
             case Renew():
                 self._mpsd.renew(held.lease, self._settings.claim_deadline)
                 self._log.info(EventName.CLAIM_RENEWED, lease=held.lease, seconds=self._settings.claim_deadline)
+
+    def _report_lost(self, leases: Iterable[Held]) -> None:
+        """Report to pods that clients of theirs lost their server."""
+        for each in leases:
+            if each.lost and each.pod is not None:
+                processes = "a process" if each.lost == 1 else f"{each.lost} processes"
+                message = (
+                    f"the MPS server of {processes} of this pod has ended, and their work on the GPU with it: all their"
+                    " calls of CUDA fail; restart the container, or delete the pod, if they do not end by themselves"
+                )
+                self.events.warn(each.pod, Reason.SERVER_LOST, message)
 
     def _is_new(self, about: str, error: MpsdError) -> bool:
         """Tell whether a failure is another one than the last of this lease or claim."""

@@ -146,7 +146,7 @@ def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
             yield f"it was granted {age(lease['granted'] or lease['created'], at)} ago{state}: {', '.join(parts)}"
             yield f"clients: {', '.join(map(str, lease['clients'])) or 'none'}"
             if lost := ", ".join(map(str, lease.get("lost", ()))):
-                yield f"the work of clients {lost} ended with their control daemon, and all their calls of CUDA fail"
+                yield f"the work of clients {lost} ended with their server, and all their calls of CUDA fail"
             if found := keepers(lease):
                 yield f"its holder is gone; it lives for {found}"
             if lease["expires"]:

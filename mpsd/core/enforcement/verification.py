@@ -32,7 +32,7 @@ class Verdict(StrEnum):
     UNKNOWN = "unknown"
     """No violation is known, but not everything is known to be right."""
     NOTHING = "nothing"
-    """There is nothing to verify: the lease waits, has ended, or has no process on the GPU yet."""
+    """There is nothing to verify: the lease waits, has ended, or has no process on the GPU, or one without a server."""
     OK = "ok"
 
 
@@ -116,18 +116,21 @@ def verify(
     wrong += [(each.because, each.hint) for each in there if each.verdict is Verdict.VIOLATION]
     doubts = [each.because for each in there if each.verdict is Verdict.UNKNOWN] + [*unknown]
     attached, hint = [each for each in processes if each.mps], ""
+    lost = {each.pid for each in lease.lost} & {each.pid for each in processes if each.mps is None}
     # 1. A violation is certain, whatever else is unknown.
     # 2. A doubt comes before "no client yet": an unseen process may be attached.
-    # 3. Without a client, nothing was verified, so that is not `ok`.
+    # 3. Without a client, nothing was verified, so that is not `ok`. Nor is a process that lost its server, even beside
+    #    others that are well.
     # 4. All is well. A later context may lack something: the sentence says so, and the verdict stays.
     if wrong:
         verdict, (because, hint) = Verdict.VIOLATION, wrong[0]
     elif doubts:
         verdict, because = Verdict.UNKNOWN, doubts[0]
-    elif not attached:
+    elif lost or not attached:
         verdict, because = Verdict.NOTHING, f"no process of lease {lease.id} is a client of MPS yet"
         hint = f"start a program in its environment: {violations.environment_of(lease)}"
-        because, hint = next(((each.because, each.hint) for each in processes if each.hint), (because, hint))
+        hinted = [each for each in processes if each.hint and (each.pid in lost or not lost)]
+        because, hint = next(((each.because, each.hint) for each in hinted), (because, hint))
     else:
         most, verdict = lease.request.processes, Verdict.OK
         count = f"{len(attached)}" if most is None else f"{len(attached)} of {most * len(lease.shares)}"
@@ -156,15 +159,24 @@ def _on(
     there = [each for each in clients if each.daemon == share.daemon]
     known = {each.identity for each in there}
     result = [_client(lease, share, each, held.get(each.identity), found, memory=memory) for each in there]
+    lost = [each for each in lease.clients_on(share.gpu) if each in lease.lost and each not in known]
+    result += [_lost(lease, share, each, held.get(each)) for each in lost]
     for identity, process in held.items():
-        if identity not in known:
+        if identity not in known and identity not in lost:
             outside = (each for each in found if each.kind is ViolationKind.OUTSIDE and each.process == identity)
             wrong = next((each for each in outside if each.daemon == share.daemon), None)
             result.append(_stranger(lease, share, identity, process, hidden, wrong=wrong))
-    unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
+    unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held, *lost}]
     result += [_unseen(lease, share, each.process, each, hidden) for each in unseen]
     # Where a lease has bearers, its holders are gone, or are clients.
     return result or [_unseen(lease, share, each, None, hidden) for each in lease.bearers or holders.processes(lease)]
+
+
+def _lost(lease: Lease, share: Share, process: ProcessIdentity, on: GpuProcess | None) -> VerifiedProcess:
+    """Judge a process of a lease that lost its server; whether NVML still names it proves nothing."""
+    because = f"process {process.pid} has lost its server: its work on {share.daemon} has ended, and all its calls fail"
+    facts = process.pid, share.daemon, share.gpu, violations.part(lease, share), Verdict.NOTHING, because
+    return VerifiedProcess(*facts, "end this process, and start it again", held=_held(on))
 
 
 def _unseen(

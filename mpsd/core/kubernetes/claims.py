@@ -33,6 +33,8 @@ class Held(NamedTuple):
     uid: int
     """The uid of its owner."""
     has_clients: bool
+    lost: int = 0
+    """The number of its clients that live on without a server."""
 
 
 def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held | None:
@@ -49,6 +51,7 @@ def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held
             "clients": [*clients],
             "holders": [*holders],
         }:
+            lost = lease.get("lost", [])
             for each in holders:
                 match each:
                     case {"kind": "claim", **more}:
@@ -56,7 +59,9 @@ def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held
                         end = datetime.fromisoformat(deadline) if isinstance(deadline, str) else now
                         return Held(name, None, "", (end - now).total_seconds(), uid, bool(clients))
                     case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group, root)) is not None:
-                        return Held(name, pod, group, 0.0, uid, bool(clients))
+                        return Held(
+                            name, pod, group, 0.0, uid, bool(clients), len(lost) if isinstance(lost, list) else 0
+                        )
     return None
 
 

@@ -231,6 +231,9 @@ class Observer:
         reported = await self._ask_servers(pids.answer, known, limits)
         if any(not self.opened.has_all(identity, server) for identity, server in reported.items()):
             self.control_log.read()
+        for each, served in self.clients.items():
+            if each not in reported and not proc.lives(each):
+                self.survivors.await_end((each,), served, f"server {each.pid} has ended")
         self._servers = {each: self.opened.note(each, server, before, found) for each, server in reported.items()}
         self.opened.forget_ended(self._servers)
         self._log_unforeseen()
@@ -428,11 +431,11 @@ class OpenedLimits:
 
 
 class _Awaited(NamedTuple):
-    """The clients of servers whose control daemon is dead, and how it ended: their contexts end with the servers."""
+    """The clients of servers that end or have ended, and why: their contexts end with the servers."""
 
     servers: frozenset[ProcessIdentity]
     clients: frozenset[ProcessIdentity]
-    how: str
+    because: str
 
 
 class Survivors:
@@ -479,10 +482,10 @@ class Survivors:
             if each not in self._servers and proc.lives(each):
                 self._servers[each] = clock.monotonic()
 
-    def await_end(self, servers: Collection[ProcessIdentity], clients: Collection[ProcessIdentity], how: str) -> None:
-        """Note clients whose contexts end with the last of these servers, and how its control daemon ended."""
-        if clients:
-            self._awaited.append(_Awaited(frozenset(servers), frozenset(clients), how))
+    def await_end(self, servers: Iterable[ProcessIdentity], clients: Iterable[ProcessIdentity], because: str) -> None:
+        """Note clients whose contexts end with the last of these servers, and why."""
+        if lost := frozenset(clients):
+            self._awaited.append(_Awaited(frozenset(servers), lost, because))
 
     async def check(self) -> None:
         """Report the orphans, and the clients whose servers have ended; find out whether orphans have clients.
@@ -499,7 +502,7 @@ class Survivors:
                 self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
         for ended in [each for each in self._awaited if not any(map(proc.lives, each.servers))]:
             self._awaited.remove(ended)
-            self.lost.send(ended.clients, f"{ended.how}, and its server ended with it")
+            self.lost.send(ended.clients, ended.because)
         if self._orphans and now >= self._count_due:
             usage = await self._usage()
             self._count_due = clock.monotonic() + _COUNTS

@@ -492,7 +492,8 @@ class Supervisor:
             return
         if is_new:
             clients = {each for lease in self._leases.on(self.name) for each in lease.clients_on(self.gpu.uuid)}
-            self.survivors.await_end(left, clients, "its control daemon ended while mpsd did not run")
+            because = "its control daemon ended while mpsd did not run, and its server ended with it"
+            self.survivors.await_end(left, clients, because)
         if self.drainer.is_clear():
             if self.drainer.desired.intent is Intent.RESTART:
                 shared_memory = self._control_log.serving.shared_memory
@@ -685,7 +686,8 @@ class Supervisor:
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
             for server, clients in served.items():
-                self.survivors.await_end({server}, clients, f"its control daemon died: {ended.how}")
+                because = f"its control daemon died: {ended.how}, and its server ended with it"
+                self.survivors.await_end({server}, clients, because)
             self._record_death(ended)
 
     def _obeyed(self, ended: Ended, command: Quit, clients: Iterable[ProcessIdentity]) -> Ended:

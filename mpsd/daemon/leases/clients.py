@@ -69,7 +69,7 @@ class Clients:
     def lose(self, daemon: str, gone: Collection[ProcessIdentity], because: str) -> None:
         """Note that the contexts of these clients of a control daemon have ended, although their processes may live."""
         for lease in self._ledger.on(daemon):
-            lost = [each for each in lease.clients if each in gone and each not in lease.lost]
+            lost = [each for each in lease.clients if each in gone and each not in lease.lost and proc.lives(each)]
             if lost:
                 facts = {"daemon": daemon, "pids": [each.pid for each in lost], "because": because}
                 after = self._ledger.lose(lease.id, (*lease.lost, *lost))

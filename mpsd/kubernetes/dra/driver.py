@@ -208,7 +208,7 @@ class Driver(PodLeases):
             share.gpu,
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
-            self._settings.processes if share.processes is None else share.processes,
+            self._settings.processes[0] if share.processes is None else share.processes,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
@@ -268,6 +268,7 @@ class Driver(PodLeases):
 
     def reconcile(self) -> None:
         leases = self._share_leases()  # first: a claim is stored before it has any
+        self._report_lost(each.held for each in leases)
         known = self._store.all()
         actions = prepared.next_actions(
             known,

@@ -53,7 +53,7 @@ def test_clients_that_end_with_their_daemon(node: Node) -> None:
         assert f"{lease} (pid {near.pid})" in warning["because"]
         wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy with the next daemon")
         assert (lost(node, lease), lost(node, other)) == ([near.pid], [])
-        assert "ended with their control daemon" in node.mpsctl("show", lease).stdout
+        assert "ended with their server" in node.mpsctl("show", lease).stdout
         assert f"next  end processes {near.pid}" in node.mpsctl("explain", lease).stdout
         # The next mpsd knows it, and does not say it again.
         node.end(signal.SIGKILL)
@@ -64,6 +64,30 @@ def test_clients_that_end_with_their_daemon(node: Node) -> None:
         near.kill()
         wait_until(lambda: warnings(node) == [], what="the warning to end with its client")
     assert node.events("server_orphaned") == []
+
+
+def test_server_that_ends_alone(node: Node) -> None:
+    """The leases of its clients are named likewise, and none of its clients looks as if it worked."""
+    with leased(node, *SHARE, "--gpu", "0") as client, leased(node, *SHARE, "--gpu", "1") as far:
+        lease, other = attached(node, client), attached(node, far)
+        assert client.alloc("1MiB")["ok"]
+        kill(client.hello["server"])
+        told = event(node, "lease_clients_lost", lease=lease)
+        assert told["pids"] == [client.pid]
+        assert f"server {client.hello['server']} has ended" in told["because"]
+        assert client.sync()["code"] == 806
+        assert f"{lease} (pid {client.pid})" in warnings(node)[0]["because"]
+        assert (lost(node, lease), lost(node, other)) == ([client.pid], [])
+        verified = node.get(f"/v1/leases/{lease}/verify").json
+        assert verified["verdict"] == "nothing"
+        assert "has lost its server" in verified["because"]
+        assert verified["hint"] == "end this process, and start it again"
+        row = next(each for each in node.mpsctl("leases").stdout.splitlines() if each.startswith(lease))
+        assert "0 of 1, 1 lost" in row
+        # Another client of the lease's GPU, on the next server, loses nothing.
+        with leased(node, *SHARE, "--gpu", "0") as later:
+            assert lost(node, attached(node, later)) == []
+            assert len(node.events("lease_clients_lost")) == 1
 
 
 _AGAIN: Final = """
@@ -100,6 +124,7 @@ def test_death_while_mpsd_does_not_run(node: Node) -> None:
         node.start()
         assert event(node, "lease_clients_lost", lease=lease)["pids"] == [client.pid]
         assert lost(node, lease) == [client.pid]
+        assert "has lost its server" in node.get(f"/v1/leases/{lease}/verify").json["because"]
         # The lease has stored it, so the next death of the daemon causes no second event about this client.
         after = node.daemons()["gpu0"]["pid"]
         node.end(signal.SIGKILL)

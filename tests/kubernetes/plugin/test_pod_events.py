@@ -1,5 +1,6 @@
 """Events about pods: `kubectl describe` shows what happens to a running container, and no pod can cause many."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,11 +18,13 @@ from mpsd.kubernetes.api_server import place
 from mpsd.kubernetes.log import Log
 from mpsd.kubernetes.parts import program
 from mpsd.kubernetes.pod_events import PodEvents, PodName, Reason
+from mpsd.simulator.client import program as client
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.dra.cluster import NODE
 from tests.kubernetes.plugin.cluster import SLICE, StandIn, StandInPod
 from tests.kubernetes.plugin.conftest import MakeCluster, account
+from tests.simulated_clients import outside
 
 HELD = Reason.LEASE_NOT_HELD
 
@@ -75,6 +78,26 @@ class TestFromThePlugin:
         self.hidden(cluster)
         (lost,) = cluster.log("pod_event_lost")
         assert "pod_events" in lost["because"]
+
+    def test_of_a_lost_server(self, make_cluster: MakeCluster, api_server: ApiServer) -> None:
+        """After the daemon's pod has died with its servers, the pod of their clients has an event, and no other pod."""
+        cluster = make_cluster(settings={**account(api_server), "REPORT": "never"}, control=None)
+        other, pod = (cluster.create({"main": {SLICE: 10}}) for _ in range(2))
+        other.start("main")
+        container = pod.start("main", client(), more=outside(cluster.node))
+        assert container.process.stdout is not None
+        server = json.loads(container.process.stdout.readline())["server"]
+        pid = container.process.pid
+        wait_until(lambda: [each["clients"] for each in cluster.held(pod)] == [[pid]], what="its client")
+        daemon = cluster.node.daemons()["gpu0"]["pid"]
+        cluster.node.end(signal.SIGKILL)
+        os.kill(daemon, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        cluster.node.start()
+        (event,) = wait_until(lambda: written(api_server), what="an event")
+        assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "ServerLost")
+        assert "the MPS server of a process of this pod has ended" in event["message"]
 
 
 class TestBounds:

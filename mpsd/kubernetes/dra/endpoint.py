@@ -121,7 +121,7 @@ class Endpoint(Part):
         answer = dra.NodeUnprepareResourcesResponse()
         for each in request.claims:
             with self._refusing(each, answer.claims[each.uid]):
-                self._driver.unprepare(each.uid)
+                self._driver.unprepare(each.namespace, each.name, each.uid)
         return answer
 
     @contextlib.contextmanager

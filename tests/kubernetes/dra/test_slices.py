@@ -55,6 +55,21 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     }
 
 
+def test_threads_beyond_all(make_cluster: MakeCluster) -> None:
+    """Where mpsd grants threads beyond 100 % in sum, a claim may still have 100 %, and two have it at once."""
+    cluster = make_cluster(config="[admission]\nthreads_oversubscription = 2\n")
+    (device,) = cluster.await_slice(1)["spec"]["devices"]
+    assert device["capacity"]["threads"] == {
+        "value": "200",
+        "requestPolicy": {"default": "20", "validRange": {"min": "1", "max": "100", "step": "1"}},
+    }
+    pods = [cluster.pod(cluster.claim(result("100", "8Gi"))) for _ in range(2)]
+    for pod in pods:
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["active_thread_percentage"] == 100.0
+
+
 @pytest.mark.thorough
 def test_follows_holds(make_cluster: MakeCluster) -> None:
     """A GPU whose control daemon is held has a taint with the reason, in a new generation, until it is resumed."""

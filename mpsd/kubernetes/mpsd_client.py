@@ -129,6 +129,11 @@ class Mpsd:
         token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
         self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
 
+    def add_holder(self, lease: str, group: str) -> None:
+        """Let the control group of a further pod hold a lease, too, for as long as the group exists."""
+        holder = {"cgroup": group, "while": "exists"}
+        self._patiently(lambda api: api.hold(lease, holder, deadline=2 * _ANSWER))
+
     def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
         """Set the remaining time of a claim, or turn a lease into a claim for this uid."""
         claim = {"deadline": deadline} if uid is None else {"deadline": deadline, "uid": uid}

@@ -16,7 +16,7 @@ def run_driver(program: Program, place: Place) -> None:
     """Run the driver, as `Service.run`. Raises ConfigurationError also where its directories cannot be used."""
     settings, server = program.settings, ApiServer(place, program.ended)
     publisher, driver = Publisher(program, server), Driver(program, server)
-    threads = {"board": publisher.watch, "slices": publisher.run}
+    threads = {"board": publisher.watch, "slices": publisher.run, "pods": driver.follow_pods}
     if settings.report is not When.NEVER:
         threads["node"] = NodeReport(program, server).run
     Service(program, endpoints=[Endpoint(program, driver, publisher.kubelet_came)], leases=driver, threads=threads).run(

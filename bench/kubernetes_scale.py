@@ -71,7 +71,7 @@ def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
     """Return the slice of a node."""
     found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", DOMAIN, "anytime")
     before = {"spec": {"pool": {"generation": generation - 1}}}
-    return slices.document(found, gpus(number), _STEPS, before)
+    return slices.document(found, gpus(number), _STEPS, before, taints=True)
 
 
 def sizes() -> None:

@@ -193,6 +193,8 @@ class Gpu(TypedDict):
     because: str
     hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
     refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
+    refused_kind: Annotated[str | None, words(Kind, more=True), about("The kind of that reason.")]
+    impaired: Annotated[str | None, about("Why what runs on it may not be served; a held GPU serves its clients.")]
     hardware: Annotated[Hardware | None, about("Null for a GPU that cannot be read.")]
     users: Annotated[
         list[int],

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from enum import StrEnum
 from itertools import islice
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from msgspec import Struct
 
@@ -49,20 +49,23 @@ class Kind(StrEnum):
     """Whether it leaves the node healthy (`warning`)."""
     is_for_all: bool
     """Whether its hint is to wait, or to do or read something that all users may (`for_all`)."""
+    impairs: bool
+    """Whether running clients may not be served either (`impairs`): all others concern new work only."""
 
     def __new__(cls, name: str, limit: str = "", traits: str = "") -> Self:
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.limit, kind.is_warning, kind.is_for_all = limit, "warning" in traits, "for_all" in traits
+        kind.impairs = "impairs" in traits
         return kind
 
-    GPU_UNKNOWN = "gpu_unknown", "health"
+    GPU_UNKNOWN = "gpu_unknown", "health", "impairs"
     """The GPU cannot be read."""
-    GPU = "gpu", "health"
+    GPU = "gpu", "health", "impairs"
     """The GPU is faulty, or in a state in which MPS cannot run."""
-    SERVER_STOPPED = "server_stopped", "health"
+    SERVER_STOPPED = "server_stopped", "health", "impairs"
     """A server is stopped, by its user or root, and the control daemon serves no client."""
-    DAEMON = "daemon", "health"
+    DAEMON = "daemon", "health", "impairs"
     """The control daemon is not ready."""
     OPERATION = "operation", "hold"
     """The control daemon is not ready, and an operator's command on it is not finished."""
@@ -70,11 +73,11 @@ class Kind(StrEnum):
     """An operator holds or drains the control daemon."""
     LEASES_INCOMPLETE = "leases_incomplete", "hold"
     """There may be clients whose leases were lost; their shares would be granted a second time."""
-    SERVER_FAULT = "server_fault", "health"
+    SERVER_FAULT = "server_fault", "health", "impairs"
     """A server handles a fatal GPU fault."""
-    WEDGED = "wedged", "health"
+    WEDGED = "wedged", "health", "impairs"
     """The server of the control daemon serves no client, although it reports that it is well."""
-    SERVERS_CANNOT_START = "servers_cannot_start", "health"
+    SERVERS_CANNOT_START = "servers_cannot_start", "health", "impairs"
     """The servers of the control daemon do not start."""
     ANSWER_UNFORESEEN = "answer_unforeseen", "health"
     """A server answers a question in a form that mpsd does not know, so that a fact about it is unknown."""
@@ -91,7 +94,7 @@ class Kind(StrEnum):
     """A server has outlived its control daemon."""
     NO_GPU = "no_gpu", "", "for_all"
     """The node has no GPU that can run MPS."""
-    GPU_UNSUPPORTED = "gpu_unsupported", "health", "warning"
+    GPU_UNSUPPORTED = "gpu_unsupported", "health", "warning impairs"
     """mpsd cannot run MPS on the GPU. The node is healthy without it."""
     GPU_NOT_RESTORED = "gpu_not_restored", "", "warning"
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
@@ -234,18 +237,28 @@ def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
     return min(found, key=lambda each: (each.uids is not None, _ORDER[each.kind]), default=None)
 
 
-def refused(view: GpuView, daemons: Iterable[Daemon], store: str = "") -> str | None:
-    """Return why all requests for a GPU are refused, whatever is left of it; None where they are not.
+class Verdict(NamedTuple):
+    """The verdict on a GPU for everybody who offers it to others: the gravest reasons, None where there is none."""
 
-    This is the verdict on a GPU for everybody who offers it to others. `store` is the reason why no lease can be
-    stored, or empty.
-    """
+    refused: Reason | None
+    """Why all requests for it are refused, whatever is left of it."""
+    impaired: Reason | None
+    """Why what runs on it may not be served: a held GPU serves its clients."""
+
+
+def verdict(view: GpuView, daemons: Iterable[Daemon], store: str = "") -> Verdict:
+    """Judge a GPU; `store` is the reason why no lease can be stored, or empty."""
     found = list(of_gpu(view))
     if view.gpu is not None:
         found += [reason for each in daemons if each.gpu == view.gpu.uuid for reason in of_daemon(each)]
     refusing = [each for each in found if each.kind.limit and each.uids is None]
+    impairing = [each for each in refusing if each.kind.impairs]
     refusing += [_not_stored(store)] if store else []
-    return min(refusing, key=lambda each: _ORDER[each.kind]).because if refusing else None
+    return Verdict(_gravest(refusing), _gravest(impairing))
+
+
+def _gravest(found: Iterable[Reason]) -> Reason | None:
+    return min(found, key=lambda each: _ORDER[each.kind], default=None)
 
 
 def _not_stored(store: str) -> Reason:

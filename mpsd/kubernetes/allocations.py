@@ -10,7 +10,7 @@ import base64
 import binascii
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -78,7 +78,7 @@ class Allocations(PodLeases):
         uuid, numbers = devices.on_one_gpu(ids, kind, self._settings)
         gpu = self._gpu(uuid)
         if self._settings.resources is Offer.THREADS_AND_MEMORY:
-            return _answer(self._half(kind, gpu, len(numbers)), gpu, self._settings)
+            return _answer(self._half(kind, gpu, numbers), gpu, self._settings)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
         lease = self._claim_for(gpu, {kind: numbers}, part)
@@ -90,9 +90,9 @@ class Allocations(PodLeases):
         settings = self._settings
         uuid, numbers = devices.on_one_gpu(ids, kind, settings)
         gpu = self._gpu(uuid)
-        container = devices.with_devices(self._containers(), kind, uuid, numbers)
+        container = devices.with_devices(self._containers(), kind, uuid, numbers, settings)
         counts = {each: len(container.numbers[each]) for each in container.numbers}
-        part = devices.part_of(counts, gpu, settings)
+        part = devices.part_of(counts, gpu, settings, devices.variant_of(container.numbers.values(), settings))
         group = group_path(container.pod, settings)
         if group is None:
             raise NotPermittedError(
@@ -118,13 +118,19 @@ class Allocations(PodLeases):
         devices.check_node(self._board.gpus.values(), self._settings)
         return self._board.gpu(uuid)
 
-    def _half(self, kind: Kind, gpu: Gpu, number: int) -> dict[str, str]:
+    def _processes(self, numbers: Iterable[Numbers]) -> int | str:
+        """Return how many client processes a container with these devices may have."""
+        return self._settings.processes[devices.variant_of(numbers, self._settings)]
+
+    def _half(self, kind: Kind, gpu: Gpu, numbers: Numbers) -> dict[str, str]:
         """Return the variables of one of two resources: each has its own limit, and no variable belongs to both."""
+        processes = self._processes([numbers])
+        number, divisor = len(numbers), processes if isinstance(processes, int) else 1
         if kind is Kind.CORE:
-            threads = ActiveThreadPercentage(number * self._settings.core_unit * 10)
+            threads = ActiveThreadPercentage(number * self._settings.core_unit * 10 // divisor)
             limit = limits.ACTIVE_THREAD_PERCENTAGE
             return {limit.variable: limit.for_client(Limits(threads, None))}
-        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes)
+        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes // divisor)
         limit = limits.PINNED_DEVICE_MEM_LIMIT
         return {
             limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
@@ -183,7 +189,7 @@ class Allocations(PodLeases):
         settings, request = self._settings, f"{RESERVED}{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
         more = {"labels": labels, "request_id": request, "visible": settings.visible}
-        lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, **more)
+        lease = self._claim(gpu.uuid, part, settings.uid, self._processes(numbers.values()), **more)
         share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
         counts = {kind: len(each) for kind, each in numbers.items()}
         self._log.info(EventName.CONTAINER_CLAIMED, lease=lease["id"], **share, devices=counts)

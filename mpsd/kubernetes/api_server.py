@@ -121,9 +121,12 @@ class ApiServer:
         except NotFoundError:
             return None
 
-    def create_slice(self, document: Document) -> Document:
-        """Create a ResourceSlice, and return it as the server accepted it. Raises ConflictError where it exists."""
-        return self.document("POST", f"{_RESOURCE}/resourceslices", document)
+    def create_slice(self, document: Document, *, is_dry: bool = False) -> Document:
+        """Create a ResourceSlice, and return it as the server accepted it. Raises ConflictError where it exists.
+
+        `is_dry`: the server only tells what it would accept.
+        """
+        return self.document("POST", f"{_RESOURCE}/resourceslices{'?dryRun=All' * is_dry}", document)
 
     def replace_slice(self, name: str, document: Document) -> Document:
         """Replace a ResourceSlice by one with its resourceVersion, and return it as the server accepted it.

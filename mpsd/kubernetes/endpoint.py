@@ -33,13 +33,17 @@ _OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_
 class Endpoint(Part):
     """The device plugin of one resource."""
 
-    def __init__(self, program: Program, kind: Kind, kubelet: Kubelet, allocations: Allocations) -> None:
+    def __init__(self, program: Program, kind: Kind, variant: int, kubelet: Kubelet, allocations: Allocations) -> None:
+        """`variant` is a position in the setting `processes`."""
         super().__init__(program)
         self._kind = kind
+        self._first = variant * self._settings.most_devices
+        """The number of its first device on each GPU."""
         self._kubelet = kubelet
         self._allocations = allocations
-        self._resource = devices.resource_name(kind, self._settings)
-        self._socket = Socket(kubelet.plugins / f"mpsd-{kind}.sock", self._handlers(), _THREADS)
+        self.resource = devices.resource_name(kind, self._settings, variant)
+        name = f"mpsd-{kind}-{self._settings.processes[variant]}" if variant else f"mpsd-{kind}"
+        self._socket = Socket(kubelet.plugins / f"{name}.sock", self._handlers(), _THREADS)
         self._registered: wire.Inode | None = None
         """The kubelet that the resource is registered with."""
         self._followers = 0
@@ -57,22 +61,22 @@ class Endpoint(Part):
                 return
             because = self._taken()
             if not because:
-                self._kubelet.register(self._socket.path.name, self._resource, _OPTIONS)
+                self._kubelet.register(self._socket.path.name, self.resource, _OPTIONS)
         except (OSError, grpc.RpcError) as error:
             because = wire.because(error) if isinstance(error, grpc.RpcError) else str(error)
         if because:
             self._registered = None
-            if self._log.is_new(self._resource, because):
-                self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self._resource, because=because)
+            if self._log.is_new(self.resource, because):
+                self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self.resource, because=because)
             return
         self._registered, self._followed_at = now, clock.monotonic()
-        self._log.solved(self._resource)
-        self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._socket.path))
+        self._log.solved(self.resource)
+        self._log.info(EventName.RESOURCE_REGISTERED, resource=self.resource, socket=str(self._socket.path))
 
     def _taken(self) -> str:
         """Say that another plugin has this resource; empty where none has it, or kubelet's record cannot be read."""
         try:
-            device = self._kubelet.others(self._board.gpus).get(self._resource)
+            device = self._kubelet.others(self._board.gpus).get(self.resource)
         except (OSError, ValueError):
             return ""  # `Allocations` logs it
         if device is None:
@@ -113,8 +117,8 @@ class Endpoint(Part):
                 answer = deviceplugin.ListAndWatchResponse()
                 for gpu in gpus.values():
                     for number in range(devices.count(self._kind, gpu, self._settings)):
-                        name, health = devices.device_id(gpu.uuid, number), "Unhealthy" if gpu.because else "Healthy"
-                        answer.devices.add(id=name, health=health)
+                        name = devices.device_id(gpu.uuid, self._first + number)
+                        answer.devices.add(id=name, health="Unhealthy" if gpu.because else "Healthy")
                 yield answer
         finally:
             self._count(-1)
@@ -152,7 +156,7 @@ class Endpoint(Part):
         try:
             return serve(self._kind, ids)
         except MpsdError as error:
-            self._log.warning(EventName.CONTAINER_REFUSED, error, resource=self._resource, devices=len(ids))
+            self._log.warning(EventName.CONTAINER_REFUSED, error, resource=self.resource, devices=len(ids))
             code = grpc.StatusCode.FAILED_PRECONDITION
             if isinstance(error, CapacityError):
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED

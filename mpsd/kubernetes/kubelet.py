@@ -79,9 +79,15 @@ class Kubelet:
         return devices.others(self._registered, gpus, self._settings)
 
     def name_of(self, container: Container) -> str | None:
-        """Return a container's name, NAMESPACE/POD/CONTAINER, from PodResources; None where that does not answer."""
+        """Return a container's name, NAMESPACE/POD/CONTAINER, from PodResources; None where that does not say."""
+        try:
+            variant = devices.variant_of(container.numbers.values(), self._settings)
+        except InvalidRequestError:
+            return None
         wanted = {
-            devices.resource_name(kind, self._settings): {devices.device_id(container.gpu, each) for each in numbers}
+            devices.resource_name(kind, self._settings, variant): {
+                devices.device_id(container.gpu, each) for each in numbers
+            }
             for kind, numbers in container.numbers.items()
         }
         try:

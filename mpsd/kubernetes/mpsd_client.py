@@ -13,6 +13,7 @@ from mpsd.core.kubernetes import claims
 from mpsd.core.kubernetes.claims import Claimed, Held
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import Settings
+from mpsd.core.model import Health
 from mpsd.core.units import MIB
 from mpsd.system import clock
 
@@ -162,11 +163,14 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
         pipe_directory=daemon["pipe_directory"],
         driver=None if version is None else gpus.driver_branch(version),
         because=gpu["refused"] or "",
+        kind=gpu.get("refused_kind") or "refused",  # an mpsd of an earlier release does not have it, nor what follows
+        impaired=gpu.get("impaired") or "",
+        is_known=gpu["health"] != Health.UNKNOWN,
         position=gpu["index"],
         model=gpu["name"] or "",
         version=version or "",
         tenths=int(gpu["threads_total"] * 10),
-        hardware=gpu.get("hardware"),  # an mpsd of an earlier release does not have it
+        hardware=gpu.get("hardware"),
     )
 
 

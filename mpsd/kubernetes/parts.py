@@ -128,7 +128,7 @@ class GpuFollower(Part):
             if not self._board.gpus:
                 raise
             self._log.error(EventName.NODE_NOT_OFFERED, error)
-            gpus = {uuid: gpu._replace(because=error.detail) for uuid, gpu in gpus.items()}
+            gpus = {uuid: gpu._replace(because=error.detail, kind="configuration") for uuid, gpu in gpus.items()}
         if self._silent_since is not None:
             self._silent_since = None
             self._log.info(EventName.MPSD_ANSWERS)

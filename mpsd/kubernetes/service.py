@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from mpsd.core.errors import MpsdError, UnreachableError
-from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import KINDS
 from mpsd.core.kubernetes.settings import When
 from mpsd.kubernetes.allocations import Allocations
@@ -136,10 +135,14 @@ def run_plugin(program: Program, place: Place | None) -> None:
     settings, kubelet = program.settings, Kubelet(program.settings)
     server = None if place is None else ApiServer(place, program.ended)
     allocations = Allocations(program, kubelet, None if settings.pod_events is When.NEVER else server)
-    kinds = KINDS[settings.resources]
+    endpoints = [
+        Endpoint(program, kind, variant, kubelet, allocations)
+        for kind in KINDS[settings.resources]
+        for variant in range(len(settings.processes))
+    ]
     Service(
         program,
-        endpoints=[Endpoint(program, kind, kubelet, allocations) for kind in kinds],
+        endpoints=endpoints,
         leases=allocations,
         server=server,
-    ).run(node=settings.node, resources=[devices.resource_name(kind, settings) for kind in kinds])
+    ).run(node=settings.node, resources=[each.resource for each in endpoints])

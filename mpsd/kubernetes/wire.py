@@ -88,13 +88,15 @@ def unprepare(service: str) -> Call[dra.NodeUnprepareResourcesRequest, dra.NodeU
     )
 
 
-WATCH_HEALTH: Final = Call(
-    "v1alpha1.DRAResourceHealth",
-    "NodeWatchResources",
-    drahealth.NodeWatchResourcesRequest,
-    drahealth.NodeWatchResourcesResponse,
-    is_stream=True,
-)
+HEALTH_SERVICES: Final = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""The newest first; the older one has the same messages without some fields."""
+
+
+def watch_health(service: str) -> Call[drahealth.NodeWatchResourcesRequest, drahealth.NodeWatchResourcesResponse]:
+    """Return the call by which one of these services tells the health of devices."""
+    request, answer = drahealth.NodeWatchResourcesRequest, drahealth.NodeWatchResourcesResponse
+    return Call(service, "NodeWatchResources", request, answer, is_stream=True)
+
 
 Handlers = Mapping[Call[Any, Any], Callable[[Any, grpc.ServicerContext], Any]]
 """The handler of each call: it receives the request, and returns the answer or yields several."""

@@ -37,6 +37,8 @@ def gpu(**other: Any) -> Any:
         "because": "it answers",
         "hint": None,
         "refused": None,
+        "refused_kind": None,
+        "impaired": None,
         "hardware": None,
         "users": [0],
         **other,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Final
 
 import pytest
 
@@ -47,23 +48,38 @@ def test_placed(mpsd: Mpsd) -> None:
     assert [each["health"] for each in mpsd.ask("gpus")] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("label", ["nvidia.com/gpu.deploy.device-plugin", "nvidia.com/mps.capable"])
-def test_not_beside_nvidias(cluster: Cluster, mpsd: Mpsd, label: str) -> None:
-    """A node whose GPUs NVIDIA's components manage gets no mpsd, whatever its other labels."""
+OTHERS: Final = {
+    "nvidias": {"nvidia.com/gpu.deploy.device-plugin": "true"},
+    "nvidias-in-upgrade": {"nvidia.com/gpu.deploy.device-plugin": "paused-for-driver-upgrade"},
+    "nvidias-mps": {"nvidia.com/mps.capable": "true"},
+    "nvidias-dra": {"nvidia.com/gpu.deploy.dra-driver": "true"},
+    "hami": {"gpu": "on"},
+    "in-upgrade": {"nvidia.com/gpu.deploy.client": "paused-for-driver-upgrade"},
+}
+"""Labels of nodes whose GPUs others offer, or whose driver the GPU operator replaces."""
+
+
+def test_not_beside_others(cluster: Cluster, mpsd: Mpsd) -> None:
+    """A node whose GPUs other components manage gets no mpsd, whatever its other labels.
+
+    Beside the GPU operator it does where that leaves the node to mpsd.
+    """
 
     def wanted() -> int:
         return int(cluster.get("daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"]["desiredNumberScheduled"])
 
-    for name, labels in (("theirs", {label: "true"}), ("ours", {})):
+    ours = {"nvidia.com/gpu.deploy.device-plugin": "false", "nvidia.com/gpu.deploy.client": "true"}
+    nodes = {**OTHERS, "ours": ours}
+    for name, labels in nodes.items():
         metadata = {"name": name, "labels": {"mpsd.internal/sharing": "true", **labels}}
         cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
     try:
-        # A pod for the second node proves that both were considered.
-        cluster.wait("a pod for the other node", lambda: "ours" in places(mpsd))
+        # A pod for the last node proves that all were considered.
+        cluster.wait("a pod for our node", lambda: "ours" in places(mpsd))
         assert places(mpsd) == {NODE, "ours"}
         cluster.wait("the count", lambda: wanted() == 2)
     finally:
-        cluster.kubectl("delete", "node", "theirs", "ours")
+        cluster.kubectl("delete", "node", *nodes)
         # The collection of the pods of a removed node takes a minute.
         gone = [each["metadata"]["name"] for each in mpsd.pods() if each["spec"].get("nodeName") != NODE]
         cluster.kubectl("delete", "pod", f"--namespace={NAMESPACE}", "--force", "--grace-period=0", *gone)

@@ -138,3 +138,34 @@ def test_mpsd_is_deleted(cluster: Cluster, mpsd: Mpsd) -> None:
     assert cluster.said("next")["active_thread_percentage"] == 50.0
     assert lease_of(mpsd, "next")["id"] != lease["id"]
     cluster.wait("the slices", lambda: allocatable(cluster) == 200)
+
+
+def test_driver_is_replaced(cluster: Cluster, mpsd: Mpsd) -> None:
+    """The GPU operator's steps: it deletes pods by their resource, pauses mpsd's pod by a label, and puts it back.
+
+    In between, nothing of mpsd is on the node, so that the driver can be unloaded; a new pod waits, and is served then.
+    """
+    client_label = "nvidia.com/gpu.deploy.client"
+    cluster.kubectl("label", "node", NODE, f"{client_label}=true")
+    run(cluster, client("old", 50))
+    daemons = [cluster.path(f"/proc/{each['pid']}") for each in mpsd.ask("daemons")]
+    assert [each.exists() for each in daemons] == [True, True]
+    try:
+        cluster.kubectl("cordon", NODE)
+        for each in cluster.get("pods")["items"]:
+            limits = each["spec"]["containers"][0]["resources"]["limits"]
+            if any(name.startswith("nvidia.com/gpu") for name in limits):
+                cluster.delete(each["metadata"]["name"])
+        cluster.kubectl("label", "--overwrite", "node", NODE, f"{client_label}=paused-for-driver-upgrade")
+        cluster.wait("mpsd's pod to leave", lambda: mpsd.pods() == [])
+        assert not any(each.exists() for each in daemons)
+        cluster.wait("nothing to be offered", lambda: allocatable(cluster) == 0)
+        cluster.apply(client("new", 50))
+        cluster.wait("the scheduler's word", lambda: "unschedulable" in events(cluster, "new"))
+        cluster.kubectl("label", "--overwrite", "node", NODE, f"{client_label}=true")
+    finally:
+        cluster.kubectl("uncordon", NODE)
+        cluster.kubectl("label", "node", NODE, f"{client_label}-")
+    mpsd.ready()
+    assert cluster.said("new")["active_thread_percentage"] == 50.0
+    cluster.wait("the slices", lambda: allocatable(cluster) == 200)

@@ -1,14 +1,18 @@
 """Typical deployments of today's GPU-sharing clusters run with only the names of their resources changed."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
 
+from mpsd.core.kubernetes import devices
 from mpsd.core.units import GIB
 from tests.cluster.cluster import Cluster
-from tests.cluster.mpsd_pods import CLIENT, NAMESPACE, Mpsd, pod, with_simulated_gpus
+from tests.cluster.mpsd_pods import CLIENT, NAMESPACE, SIMULATED, Mpsd, pod, with_simulated_gpus
 from tests.cluster.node import NODE
+from tests.cluster.test_labels import shown
+from tests.cluster.test_pods import events, kill
 from tests.container.images import IMAGE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -17,7 +21,15 @@ CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
 SLICE: Final = "nvidia.com/gpu.mps-slice"
 
+SHARED: Final = "nvidia.com/gpu.shared"
+
 PIPE: Final = "/run/mpsd/mps/gpu0"
+
+UNTIL: Final = (
+    "(echo alloc {memory}MiB; read done < $MPSD_SIMULATED_GPUS/done; echo compute 0.1; echo exit)"
+    " | python3 -m mpsd.simulator.client"
+)
+"""Holds memory until somebody writes to a FIFO."""
 
 Install = Callable[..., Mpsd]
 
@@ -27,8 +39,8 @@ def install(cluster: Cluster) -> Iterator[Install]:
     """Return a function that installs mpsd with a configuration, for one test."""
     made: list[Mpsd] = []
 
-    def install(resource: str, number: int, **options: Any) -> Mpsd:
-        mpsd = Mpsd(cluster, "device-plugin", **options)
+    def install(resource: str, number: int, overlay: str = "device-plugin", **options: Any) -> Mpsd:
+        mpsd = Mpsd(cluster, overlay, **options)
         made.append(mpsd)
         mpsd.install()
         cluster.wait(f"{number} of {resource}", lambda: offered(cluster, resource) == number)
@@ -92,13 +104,18 @@ def withdraw(cluster: Cluster) -> None:
 
 
 def test_threads_and_memory(cluster: Cluster, install: Install) -> None:
-    """Half the threads and 8 GiB, as two resources, on a node with one GPU.
+    """Half the threads and 8 GiB, as two resources, on a node with two GPUs, of which one serves them.
 
-    One of the two alone fails, with a reason.
+    What does not fit there waits, and the node shows that it has twice as much. One of the two alone fails, with a
+    reason.
     """
-    mpsd = install(CORE, 100, gpus=1, plugin='resources = "threads-and-memory"')
+    mpsd = install(CORE, 100, plugin='resources = "threads-and-memory"')
     assert offered(cluster, MEMORY) == 79
+    assert cluster.get("node", NODE)["status"]["capacity"][CORE] == "200"
+    cluster.apply(pod("more", {CORE: 10, MEMORY: 80}))
     assert limited(cluster, pod("two", {CORE: 50, MEMORY: 8})) == (50.0, 8 * GIB)
+    cluster.wait("the scheduler's word", lambda: f"Insufficient {MEMORY}" in events(cluster, "more"))
+    cluster.delete("more")
     cluster.apply(pod("one", {CORE: 50}))
 
     def waiting() -> str:
@@ -164,3 +181,77 @@ def test_another_user(cluster: Cluster, install: Install) -> None:
     assert ("container_holds" in said, "container_not_held" in said) == (True, False), said
     cluster.delete("user")
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
+
+
+@pytest.mark.parametrize(("name", "replicas", "shares"), [("nvidia.com/gpu", 4, [1]), (SHARED, 8, [4, 1, 1, 1, 1])])
+def test_replicas(cluster: Cluster, install: Install, name: str, replicas: int, shares: list[int]) -> None:
+    """Pods for replicas of NVIDIA's plugin run unchanged, side by side on a GPU; one more waits for one of them."""
+    mpsd = install(name, replicas, gpus=1, plugin=f'slice_resource = "{name}"\nslices = {replicas}')
+    pods = [pod(f"replica-{number}", {name: share}) for number, share in enumerate(shares)]
+    for each in pods:
+        with_simulated_gpus(each["spec"])
+    cluster.apply(*pods)
+    said = [cluster.said(each["metadata"]["name"]) for each in pods]
+    assert [(each["mps"], each["active_thread_percentage"]) for each in said] == [
+        (True, share * 100 / replicas) for share in shares
+    ]
+    record = cluster.path(f"/var/lib/kubelet/{devices.CHECKPOINT}").read_bytes()
+    assert len(devices.parse_registered(record)[name]) == replicas
+    total, reserved = (mpsd.ask("gpus")[0][key] for key in ("memory_total", "memory_reserved"))
+    whole = sum(each["pinned_device_mem_limit"] for each in said) * replicas / sum(shares)
+    assert total - reserved - GIB < whole <= total - reserved
+    cluster.apply(pod("more", {name: replicas - sum(shares) + 1}))
+    cluster.wait("the scheduler's word", lambda: f"Insufficient {name}" in events(cluster, "more"))
+    cluster.delete("more", *(each["metadata"]["name"] for each in pods))
+    cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
+
+
+def test_gpushare(cluster: Cluster, install: Install) -> None:
+    """A Job with 7 GiB and the host's namespaces runs to its end, while mpsd is killed and its pod is deleted.
+
+    It has all threads, as with gpushare. Meanwhile the table shows what is allocated of each GPU.
+    """
+    name = "aliyun.com/gpu-mem"
+    settings = f'resources = "memory"\nmemory_resource = "{name}"\nreport_interval = 1'
+    all_threads = "[admission]\nthreads_oversubscription = 512\n"
+    mpsd = install(name, 158, "device-plugin-labels", mpsd=all_threads, plugin=settings)
+    cluster.run("mkfifo", f"{SIMULATED}/done")
+    made = pod("unused", {name: 7}, "sh", "-c", UNTIL.format(memory=7000), hostIPC=True, hostPID=True)
+    with_simulated_gpus(made["spec"])
+    cluster.apply({
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "gpushare"},
+        "spec": {"template": {"metadata": {"labels": {"app": "gpushare"}}, "spec": made["spec"]}, "backoffLimit": 0},
+    })  # fmt: skip
+    (found,) = cluster.wait("the job's pod", lambda: cluster.get("pods", "--selector=app=gpushare")["items"])
+    hello = cluster.said(found["metadata"]["name"])
+    assert (hello["mps"], hello["pinned_device_mem_limit"]) == (True, 7 * GIB)
+    assert hello["active_thread_percentage"] == 100.0
+    (lease,) = mpsd.ask("leases")
+
+    def allocated() -> list[int]:
+        (node,) = json.loads(shown(cluster, "--output=json"))["nodes"]
+        assert all(gpu["memory_total"] >= 79 * GIB for gpu in node["gpus"])
+        return sorted(gpu["memory_granted"] // GIB for gpu in node["gpus"])
+
+    cluster.wait("the table", lambda: allocated() == [0, 7])
+    kill(cluster, "/opt/mpsd/bin/mpsd", "run")()
+    leases = cluster.wait("mpsd to answer", lambda: mpsd.try_ask("leases"))
+    assert [each["id"] for each in leases] == [lease["id"]]
+    before = mpsd.ready()["metadata"]["name"]
+    cluster.kubectl("delete", "pod", before, f"--namespace={NAMESPACE}", "--wait=false")
+    cluster.wait("nothing to be offered", lambda: offered(cluster, name) == 0)
+    assert (cluster.phase(found["metadata"]["name"]), [each["id"] for each in mpsd.ask("leases")]) == (
+        "Running",
+        [lease["id"]],
+    )
+    assert allocated() == [0, 7]
+    cluster.run("sh", "-c", f"echo > {SIMULATED}/done")
+    cluster.wait("the job's end", lambda: cluster.get("job", "gpushare")["status"].get("succeeded") == 1)
+    _, *answers = map(json.loads, cluster.kubectl("logs", found["metadata"]["name"]).splitlines())
+    assert [each["ok"] for each in answers] == [True, True]
+    cluster.wait("mpsd's next pod", lambda: before not in {each["metadata"]["name"] for each in mpsd.pods()})
+    mpsd.ready()
+    cluster.wait("the table", lambda: allocated() == [0, 0])
+    cluster.kubectl("delete", "job", "gpushare")
+    for each in ("clusterrole", "clusterrolebinding"):
+        cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")

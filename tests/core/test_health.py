@@ -14,6 +14,7 @@ from mpsd.core.lifecycle import State
 from mpsd.core.model import (
     Daemon,
     Drift,
+    Gpu,
     GpuUsage,
     GpuView,
     Health,
@@ -418,3 +419,27 @@ def test_hints_for_users(kind: Kind) -> None:
     is_for_all = kind in {Kind.FAULT_REPORTED, Kind.CLIENT_END, Kind.CLIENTS_LOST, Kind.SUSPECT, Kind.NO_GPU}
     assert (reason.hint_for(operator=False) == reason.hint) is is_for_all
     assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.kind.limit)
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "refused", "impaired"),
+    [
+        ({}, None, None),
+        ({"state": State.HELD}, Kind.HOLD, None),
+        ({"state": State.DRAINING}, Kind.HOLD, None),
+        ({"state": State.STARTING, "operation": "a restart"}, Kind.OPERATION, None),
+        ({"drift": (DRIFT,)}, Kind.DRIFT, None),
+        ({"incomplete": "its store was damaged"}, Kind.LEASES_INCOMPLETE, None),
+        ({"state": State.COOLING}, Kind.DAEMON, Kind.DAEMON),
+        ({"state": State.HELD, "servers": (FAULTED,)}, Kind.HOLD, Kind.SERVER_FAULT),
+        ({"unserved": "no answer"}, Kind.WEDGED, Kind.WEDGED),
+        ({"stopped": (STOPPED,)}, Kind.SERVER_STOPPED, Kind.SERVER_STOPPED),
+    ],
+    ids=str,
+)
+def test_who_is_served(otherwise: dict[str, Any], refused: Kind | None, impaired: Kind | None) -> None:
+    """What refuses new work need not concern what runs; what impairs that also refuses new work."""
+    view = replace(GPU, gpu=Gpu(0, "GPU-0", "A", GIB, (9, 0), mig=False, driver_version="555.58"))
+    found = health.verdict(view, [daemon(**otherwise)])
+    assert [each and each.kind for each in found] == [refused, impaired]
+    assert health.verdict(view, [daemon(**otherwise)], NO_ROOM).impaired == found.impaired

@@ -96,7 +96,8 @@ def plain(each: SettingRow, value: object) -> Plain:
         case PinnedDeviceMemLimit() | Path() | StrEnum():
             return str(value)
         case tuple():
-            return [str(item) for item in value]
+            found = [str(item) for item in value]
+            return value[0] if len(value) == 1 and isinstance(value[0], int) else found
         case str() | int() | float() | None:
             return value
         case _:

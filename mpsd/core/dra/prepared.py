@@ -135,12 +135,14 @@ def next_actions(
     claims: Iterable[PreparedClaim],
     leases: Iterable[ShareLease],
     *,
+    unreadable: Collection[str],
     is_populated: Callable[[str], bool],
     has_device: Callable[[str], bool],
     deadline: float,
 ) -> list[tuple[str, Action]]:
     """Return the next actions for each claim, by its uid, and for each lease that belongs to no claim.
 
+    `unreadable` are the claims of which no more is known: kubelet alone ends them.
     `deadline` is the lifetime of a claim of mpsd's without renewal. kubelet must repeat or end a claim at stage BEGUN;
     until then its leases are not renewed, so that nothing remains where kubelet has forgotten the claim.
     """
@@ -151,6 +153,8 @@ def next_actions(
         owner = known.get(each.claim)
         if owner is not None and each.number < len(owner.shares):
             had[each.claim][each.number] = each
+        elif each.claim in unreadable:
+            actions += [(each.claim, renew) for renew in _renewals([each], deadline)]
         elif each.held.pod is None or not is_populated(each.held.group):
             actions.append((each.claim, Release(each.held, "no claim is prepared that has it")))
     for uid, claim in known.items():
@@ -172,9 +176,15 @@ def _next_of(
             return [] if leases else [Forget(claim)]
         case Stage.PREPARED:
             replace = [Replace(claim)] if len(leases) < len(claim.shares) or not has_device(claim.uid) else []
-            held = [each.held for each in leases]
-            renew = [Renew(each) for each in held if each.pod is None and each.left < deadline / 2]
-            return [*replace, *renew, *(Take(each, claim) for each in leases if not each.held.has_clients)]
+            return [
+                *replace,
+                *_renewals(leases, deadline),
+                *(Take(each, claim) for each in leases if not each.held.has_clients),
+            ]
+
+
+def _renewals(leases: Iterable[ShareLease], deadline: float) -> list[Renew]:
+    return [Renew(each.held) for each in leases if each.held.pod is None and each.held.left < deadline / 2]
 
 
 # -- its CDI devices ---------------------------------------------------------------------------------------------------

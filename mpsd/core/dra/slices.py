@@ -3,9 +3,10 @@
 A node has one pool, and the pool has one slice: a slice has space for 128 devices, and its reader sees a consistent
 state.
 
-A GPU that cannot start new work (held, draining, not healthy) is left out. A taint would give the reason, but only
-where DRADeviceTaints is on; elsewhere the API server drops it silently, and pods would still be placed there. Leaving a
-GPU out takes it from no claim: allocated claims stay allocated, and count again when the GPU is back.
+A GPU that cannot start new work (held, draining, not healthy) has a taint, which keeps claims from it and tells the
+reason. The effect NoExecute would end running pods, which mpsd never does. Where DRADeviceTaints is off, the API server
+drops taints silently, and pods would still be placed there: the GPU is then left out. That takes it from no claim:
+allocated claims stay allocated, and count again when the GPU is back.
 """
 
 import re
@@ -28,6 +29,8 @@ _STANDARD: Final = "resource.kubernetes.io"
 """Source: k8s.io/dynamic-resource-allocation/deviceattribute."""
 
 _VERSION: Final = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:\.([0-9]{1,9}))?", re.ASCII)
+
+_ADDED: Final = "timeAdded"
 
 _LONGEST_TEXT: Final = 64
 """Maximum characters of a text attribute. Source: resource.k8s.io/v1."""
@@ -60,9 +63,12 @@ def slice_name(node: str, driver: str) -> str:
 
 
 def document(
-    node: Node, gpus: Iterable[Gpu], steps: Steps, found: Mapping[str, object] | None = None
+    node: Node, gpus: Iterable[Gpu], steps: Steps, found: Mapping[str, object] | None = None, *, taints: bool
 ) -> dict[str, object]:
-    """Return the slice of a node, as the next version of the published one."""
+    """Return the slice of a node, as the next version of the published one.
+
+    `taints` tells whether GPUs without new work are tainted; otherwise they are left out.
+    """
     metadata: dict[str, object] = {"name": slice_name(node.name, node.driver)}
     match found:
         case {"metadata": {"resourceVersion": str(version)}}:
@@ -71,7 +77,8 @@ def document(
         metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "Node", "name": node.name, "uid": node.uid, "controller": True}
         ]
-    usable = sorted((each for each in gpus if not each.because), key=lambda each: each.uuid)
+    since = {(each.get("name"), taint.get("value")): taint for each in _devices(found or {}) for taint in _taints(each)}
+    offered = sorted((each for each in gpus if taints or not each.because), key=lambda each: each.uuid)
     return {
         "apiVersion": API_VERSION,
         "kind": "ResourceSlice",
@@ -80,9 +87,24 @@ def document(
             "driver": node.driver,
             "nodeName": node.name,
             "pool": {"name": node.name, "generation": generation_of(found) + 1, "resourceSliceCount": 1},
-            "devices": [device for each in usable if (device := _device(each, node, steps)) is not None],
+            "devices": [device for each in offered if (device := _device(each, node, steps, since)) is not None],
         },
     }
+
+
+def has_taints(published: Mapping[str, object]) -> bool:
+    """Tell whether any device of a slice has a taint."""
+    return any(each.get("taints") for each in _devices(published))
+
+
+def probe_of(document: Mapping[str, object]) -> dict[str, object]:
+    """Return a slice of another name for the question what the API server would keep of this one.
+
+    It keeps a field of a feature that is off where the object that it replaces has it already.
+    """
+    metadata = document["metadata"]
+    name = metadata["name"] if isinstance(metadata, dict) else ""
+    return {**document, "metadata": {"name": f"{name}-probe"}}
 
 
 def is_shared(published: Mapping[str, object]) -> bool:
@@ -90,9 +112,7 @@ def is_shared(published: Mapping[str, object]) -> bool:
 
     It drops fields of a feature that is off; each claim would then get a whole GPU.
     """
-    spec = published.get("spec")
-    devices = spec.get("devices") if isinstance(spec, dict) else None
-    return all(isinstance(each, dict) and each.get("allowMultipleAllocations") for each in devices or [])
+    return all(each.get("allowMultipleAllocations") for each in _devices(published))
 
 
 def same(one: Mapping[str, object] | None, other: Mapping[str, object]) -> bool:
@@ -114,31 +134,54 @@ def _content(document: Mapping[str, object]) -> object:
     if not isinstance(spec, dict):
         return None
     pool = spec.get("pool")
-    # The API server omits an empty list.
+    # The API server omits an empty list, and adds a time to each taint.
     return {
         **spec,
-        "devices": spec.get("devices") or [],
+        "devices": [
+            {**each, "taints": [{**taint, _ADDED: None} for taint in _taints(each)]} for each in _devices(document)
+        ],
         "pool": {**pool, "generation": 0} if isinstance(pool, dict) else None,
     }
 
 
-def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
+def _devices(document: Mapping[str, object]) -> list[Mapping[str, object]]:
+    spec = document.get("spec")
+    found = spec.get("devices") if isinstance(spec, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def _taints(device: Mapping[str, object]) -> list[Mapping[str, object]]:
+    found = device.get("taints")
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def _device(
+    gpu: Gpu, node: Node, steps: Steps, tainted: Mapping[tuple[object, object], Mapping[str, object]]
+) -> dict[str, object] | None:
     """Return a GPU as a device; None where its memory is less than two steps.
 
-    Kubernetes accepts no range of a single step.
+    Kubernetes accepts no range of a single step. `tainted` are the published taints, by device and value: a taint keeps
+    the time since which it is there.
     """
     memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
     if memory < 2 * steps.mebibytes:
         return None
+    name = device_name(gpu.uuid)
     return {
-        "name": device_name(gpu.uuid),
+        "name": name,
         "allowMultipleAllocations": True,
         "attributes": _attributes(gpu, node),
         "capacity": {
             THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, str),
             MEMORY: _capacity(memory, memory, steps.mebibytes, allocation.quantity_of),
         },
+        **({"taints": [tainted.get((name, gpu.kind), _taint(gpu, node))]} if gpu.because else {}),
     }
+
+
+def _taint(gpu: Gpu, node: Node) -> Mapping[str, object]:
+    """Return the taint of a GPU without new work: its value is the kind of the reason, since sentences change often."""
+    return {"key": f"{node.driver}/refused", "value": gpu.kind, "effect": "NoSchedule"}
 
 
 def _attributes(gpu: Gpu, node: Node) -> dict[str, object]:

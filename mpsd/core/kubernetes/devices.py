@@ -56,6 +56,12 @@ class Gpu(NamedTuple):
     """The threads that mpsd grants of it in sum, in tenths of a percent: more than all where it oversubscribes them."""
     hardware: Mapping[str, object] | None = None
     """What it is, as mpsd answers it; None where mpsd does not tell."""
+    kind: str = ""
+    """The kind of the reason in `because`: a kind of mpsd's (`health.Kind`), or one of this program's."""
+    impaired: str = ""
+    """Why pods that run on it may not be served; empty where they are."""
+    is_known: bool = True
+    """Whether it can be read: otherwise `impaired` is a doubt."""
 
 
 class Part(NamedTuple):
@@ -72,32 +78,45 @@ Numbers = frozenset[int]
 """Devices of one kind on one GPU."""
 
 
-def resource_name(kind: Kind, settings: Settings) -> str:
-    """Return the name of the resource in a pod's request."""
+def resource_name(kind: Kind, settings: Settings, variant: int = 0) -> str:
+    """Return the name of the resource in a pod's request; `variant` is a position in `processes`."""
     names = {
         Kind.SLICE: settings.slice_resource,
         Kind.CORE: settings.core_resource,
         Kind.MEMORY: settings.memory_resource,
     }
-    return names[kind]
+    return f"{names[kind]}.processes-{settings.processes[variant]}" if variant else names[kind]
+
+
+def variant_of(numbers: Iterable[Numbers], settings: Settings) -> int:
+    """Return the position in `processes` of a container's devices, by their numbers. Raises InvalidRequestError."""
+    found = {number // settings.most_devices for each in numbers for number in each}
+    if len(found) == 1 and max(found) < len(settings.processes):
+        return max(found)
+    raise InvalidRequestError(
+        "the container asks for resources of different numbers of processes, and it gets one share",
+        hint="ask for one of them; if it does, delete the pod and create it again",
+        limit="resources",
+    )
 
 
 def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
     """Refuse units of which a GPU has none, or too many. Raises ConfigurationError."""
     for gpu in gpus:
-        if Kind.CORE in KINDS[settings.resources] and count(Kind.CORE, gpu, settings) > MOST_DEVICES:
+        if Kind.CORE in KINDS[settings.resources] and count(Kind.CORE, gpu, settings) > settings.most_devices:
             raise ConfigurationError(
-                f"mpsd grants {gpu.tenths / 10:g} % of the threads of GPU {gpu.uuid}, which is more than {MOST_DEVICES}"
+                f"mpsd grants {gpu.tenths / 10:g} % of the threads of GPU {gpu.uuid}, which is more than"
+                f" {settings.most_devices}"
                 f" units of {settings.core_unit} %",
                 hint="set a larger core_unit",
                 limit="core_unit",
             )
         if (
             Kind.MEMORY in KINDS[settings.resources]
-            and not 0 < gpu.mebibytes // settings.memory_unit.mebibytes <= MOST_DEVICES
+            and not 0 < gpu.mebibytes // settings.memory_unit.mebibytes <= settings.most_devices
         ):
             raise ConfigurationError(
-                f"mpsd grants {gpu.mebibytes} MiB of GPU {gpu.uuid}, which is not 1 to {MOST_DEVICES} units of"
+                f"mpsd grants {gpu.mebibytes} MiB of GPU {gpu.uuid}, which is not 1 to {settings.most_devices} units of"
                 f" {settings.memory_unit.mebibytes} MiB",
                 hint="set another memory_unit",
                 limit="memory_unit",
@@ -105,7 +124,7 @@ def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
 
 
 def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
-    """Return how many devices of a kind a GPU has."""
+    """Return how many devices of a kind a GPU has; each variant has as many, which share the GPU."""
     match kind:
         case Kind.SLICE:
             return settings.slices
@@ -138,16 +157,17 @@ def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[st
     if len(found) == 1:
         ((gpu, numbers),) = found.items()
         return gpu, numbers
+    name = resource_name(kind, settings, variant_of(found.values(), settings))
     parts = ", ".join(f"{len(numbers)} on {gpu}" for gpu, numbers in sorted(found.items()))
     raise DoesNotFitError(
-        f"no GPU of this node has {len(ids)} of {resource_name(kind, settings)} left, though all GPUs together have"
+        f"no GPU of this node has {len(ids)} of {name} left, though all GPUs together have"
         f" ({parts}), and a container gets one GPU",
         hint="request less, use another node, or wait until other pods of this node have ended",
         limit="fragmentation",
     )
 
 
-def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
+def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings, variant: int = 0) -> Part:
     """Return the threads and memory of a number of devices, rounded down so that all parts of a GPU fit on it together.
 
     No part has more than all threads: where mpsd oversubscribes them, large parts have the same ones.
@@ -159,8 +179,8 @@ def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
         return _checked(number * gpu.tenths // settings.slices, number * gpu.mebibytes // settings.slices)
     missing = [kind for kind in KINDS[settings.resources] if not counts.get(kind)]
     if missing:
-        given = ", ".join(resource_name(kind, settings) for kind in counts)
-        lacking = ", ".join(resource_name(kind, settings) for kind in missing)
+        given = ", ".join(resource_name(kind, settings, variant) for kind in counts)
+        lacking = ", ".join(resource_name(kind, settings, variant) for kind in missing)
         raise InvalidRequestError(
             f"the container asks for {given} and not for {lacking}, and mpsd grants neither without the other",
             hint=f"add {lacking} to the container's resources",
@@ -214,8 +234,9 @@ def shares_memory(gpu: Gpu, settings: Settings) -> bool:
 def offered(seen: Iterable[Gpu], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
     """Return the GPUs to offer: those that mpsd reports now and, as unhealthy, those that it reported before."""
     now = {each.uuid: each for each in seen}
+    said = "mpsd does not show it any more"
     gone = {
-        uuid: gpu._replace(because="mpsd does not show it any more") for uuid, gpu in before.items() if uuid not in now
+        uuid: gpu._replace(because=said, kind="gone", impaired=said) for uuid, gpu in before.items() if uuid not in now
     }
     return {**gone, **now}
 
@@ -235,7 +256,11 @@ def of_one_gpu(gpus: Mapping[str, Gpu], settings: Settings) -> dict[str, Gpu]:
 
 def unreachable(before: Mapping[str, Gpu], because: str) -> dict[str, Gpu]:
     """Return the GPUs of an mpsd that has not answered for too long, as unhealthy: a claim on them would fail."""
-    return {uuid: gpu._replace(because=f"mpsd does not answer: {because}") for uuid, gpu in before.items()}
+    said = f"mpsd does not answer: {because}"
+    return {
+        uuid: gpu._replace(because=said, kind="unreachable", impaired=said, is_known=False)
+        for uuid, gpu in before.items()
+    }
 
 
 # -- encoding in the label of a lease ----------------------------------------------------------------------------------
@@ -280,17 +305,23 @@ class Container(NamedTuple):
         return f"container {self.name} of pod {self.pod}"
 
 
+def _own_resources(settings: Settings) -> dict[str, Kind]:
+    variants = range(len(settings.processes))
+    return {resource_name(kind, settings, each): kind for kind in KINDS[settings.resources] for each in variants}
+
+
 def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
     """Return the containers that have devices of these resources. Raises ValueError for a file of another form."""
-    kinds = {resource_name(kind, settings): kind for kind in KINDS[settings.resources]}
+    kinds = _own_resources(settings)
     found = dict[tuple[str, str], dict[Kind, tuple[list[str], str]]]()
     try:
         for entry in _entries(raw):
             kind = kinds.get(_text(entry["ResourceName"]))
             if kind is not None:
                 key = _text(entry["PodUID"]), _text(entry["ContainerName"])
-                answer = entry.get("AllocResp")
-                found.setdefault(key, {})[kind] = _ids(entry["DeviceIDs"]), answer if isinstance(answer, str) else ""
+                answer, had = entry.get("AllocResp"), found.setdefault(key, {})
+                ids = [*had.get(kind, ([], ""))[0], *_ids(entry["DeviceIDs"])]
+                had[kind] = ids, answer if isinstance(answer, str) else ""
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"kubelet's checkpoint has another form: {error!r}") from None
     containers = []
@@ -323,7 +354,7 @@ def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], setti
     node is to offer, every device with another name than this program gives is another plugin's; a replica of NVIDIA's
     plugin has the same.
     """
-    own = {resource_name(kind, settings) for kind in KINDS[settings.resources]}
+    own = _own_resources(settings)
     found = {}
     for name, ids in registered.items():
         foreign = [
@@ -334,10 +365,18 @@ def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], setti
     return found
 
 
-def with_devices(containers: Sequence[Container], kind: Kind, gpu: str, numbers: Numbers) -> Container:
-    """Return the container that has these devices. Raises InvalidRequestError where kubelet's record has none."""
+def with_devices(
+    containers: Sequence[Container], kind: Kind, gpu: str, numbers: Numbers, settings: Settings
+) -> Container:
+    """Return the container that has these devices, all of one variant.
+
+    Raises InvalidRequestError where kubelet's record has none, or one with devices of other variants.
+    """
+    variants = {number // settings.most_devices for number in numbers}
     for each in containers:
-        if each.gpu == gpu and each.numbers.get(kind) == numbers:
+        own = each.numbers.get(kind, frozenset()) if each.gpu == gpu else frozenset[int]()
+        if numbers == {number for number in own if number // settings.most_devices in variants}:
+            variant_of(each.numbers.values(), settings)
             return each
     raise InvalidRequestError(
         f"kubelet starts a container with {len(numbers)} devices of GPU {gpu}, and its checkpoint lists them for none",

@@ -23,7 +23,7 @@ PREFIX: Final = "MPSD_KUBERNETES_"
 """The prefix of each setting's environment variable."""
 
 MOST_DEVICES: Final = 512
-"""Maximum devices of one resource on one GPU: the label of a lease has space for this many, at four per digit."""
+"""Maximum devices of one kind on one GPU: the label of a lease has space for this many, at four per digit."""
 
 _RESOURCE: Final = re.compile(
     r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)*[a-z0-9-]+/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -99,7 +99,16 @@ def parse_processes(value: object) -> int | str:
     return "any" if value == "any" else parsers.whole(1, 1000)(value)
 
 
-_ONE_PROCESS: Final[int | str] = 1
+def _numbers_of_processes(value: object) -> tuple[int | str, ...]:
+    """Accept one such value, or several in a list; the environment has them with commas."""
+    each = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    found = tuple(parse_processes(int(item) if isinstance(item, str) and item.isdecimal() else item) for item in each)
+    if not found or len({*found}) < len(found):
+        raise ValueError("it is not a list of different numbers")
+    return found
+
+
+_ONE_PROCESS: Final[tuple[int | str, ...]] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +139,12 @@ class Settings:
         "Uid of all containers with a GPU, which gets access to their leases before they start. Absent: root, and the"
         " uid of each container's program once it runs.",
     )
-    processes: int | str = row(
+    processes: tuple[int | str, ...] = row(
         _ONE_PROCESS,
-        parse_processes,
-        "Maximum number of client processes of a container, or `any`: as `processes` of a lease.",
+        _numbers_of_processes,
+        "Maximum number of client processes of a container, or `any`: as `processes` of a lease. Each number after the"
+        " first has a resource of its own: with `[1, 4]`, `nvidia.com/gpu.mps-slice` is for 1 process, and"
+        " `nvidia.com/gpu.mps-slice.processes-4` for 4, which have a quarter of the share each.",
     )
     visible: Visible = row(
         Visible.UUID,
@@ -224,6 +235,11 @@ class Settings:
         LogFormat.AUTO, parsers.choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
     )
 
+    @property
+    def most_devices(self) -> int:
+        """Maximum devices of one resource on one GPU. Those of each of `processes` have a range of this length."""
+        return MOST_DEVICES // len(self.processes)
+
 
 def parse(document: str, environment: Mapping[str, str], options: Mapping[str, str | None]) -> Settings:
     """Return the settings. The command line overrides the environment, and the environment overrides the TOML document.
@@ -288,6 +304,13 @@ def _check(settings: Settings) -> None:
             "node: what is written to the API server needs the node's name",
             hint=f"give it with --node, or {PREFIX}NODE from the field spec.nodeName",
             limit="node",
+        )
+    if settings.slices > settings.most_devices:
+        raise ConfigurationError(
+            f"slices: {len(settings.processes)} resources, one for each of `processes`, have at most"
+            f" {settings.most_devices} slices each",
+            hint="take fewer slices, or fewer numbers of processes",
+            limit="slices",
         )
     names = [settings.slice_resource, settings.core_resource, settings.memory_resource]
     if len({*names}) < len(names):

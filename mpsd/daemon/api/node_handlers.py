@@ -108,6 +108,7 @@ class NodeHandlers:
         users, is_one = self._node.leases.ledger.users(gpu.uuid) if gpu else ((), False)
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
+        refused, impaired = health.verdict(view, daemons, self._node.leases.group_commit.trouble)
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -127,7 +128,9 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=who.operator),
-            refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
+            refused=refused.because if refused else None,
+            refused_kind=refused.kind if refused else None,
+            impaired=impaired.because if impaired else None,
             hardware=rendering.hardware(gpu) if gpu else None,
             users=sorted(uid for uid in users if is_one or settings.api.open or who.admin or uid == request.uid),
         )

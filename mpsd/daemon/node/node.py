@@ -166,7 +166,7 @@ class Node:
         """Log each GPU on which grants begin or end: whoever offers the GPUs to others follows that."""
         daemons = self.control_daemons.all()
         for view in self.gpus.views():
-            refused = health.refused(view, daemons, self.leases.group_commit.trouble)
+            refused = health.verdict(view, daemons, self.leases.group_commit.trouble).refused
             if self._admits.get(view.index) is (refused is None):
                 continue
             self._admits[view.index] = refused is None
@@ -176,7 +176,7 @@ class Node:
             if refused is None:
                 self._log.info(EventName.GPU_ADMISSION, **facts)
             else:
-                self._log.warning(EventName.GPU_ADMISSION, **facts, because=refused)
+                self._log.warning(EventName.GPU_ADMISSION, **facts, because=refused.because)
 
     def inspect(self, *, read: bool = False) -> None:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""

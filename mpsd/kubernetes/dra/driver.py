@@ -96,7 +96,7 @@ class Driver(PodLeases):
                 f"{directory} cannot be used: {error.strerror or error}", hint="see kubelet_dir, and run it as root"
             ) from None
         try:
-            self._devices.remove_all_but({each.uid for each in self._store.all()})
+            self._devices.remove_all_but({each.uid for each in self._store.all()} | self._store.unreadable())
         except OSError as error:
             raise ConfigurationError(
                 f"{settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
@@ -138,7 +138,7 @@ class Driver(PodLeases):
             for number, share in enumerate(claim.shares)
         ]
 
-    def unprepare(self, uid: str) -> None:
+    def unprepare(self, namespace: str, name: str, uid: str) -> None:
         """End the leases of a claim, with their remaining clients, and forget it. Raises MpsdError.
 
         An unknown claim is no error: it was never prepared, or was unprepared already.
@@ -146,6 +146,8 @@ class Driver(PodLeases):
         _check_uid(uid)
         with self._alone(uid):
             claim = self._store.get(uid)
+            if claim is None and uid in self._store.unreadable():
+                claim = PreparedClaim(uid, namespace, name, [], [])
             if claim is not None:
                 over = claim.at(Stage.OVER)
                 self._store.put(over)
@@ -208,7 +210,7 @@ class Driver(PodLeases):
             share.gpu,
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
-            self._settings.processes if share.processes is None else share.processes,
+            self._settings.processes[0] if share.processes is None else share.processes,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
@@ -273,6 +275,7 @@ class Driver(PodLeases):
         actions = prepared.next_actions(
             known,
             leases,
+            unreadable=self._store.unreadable(),
             is_populated=kubelet.is_populated,
             has_device=self._devices.exist,
             deadline=self._settings.claim_deadline,

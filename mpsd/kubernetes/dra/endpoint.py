@@ -8,6 +8,7 @@ import grpc
 
 from mpsd.core.dra.allocation import device_name
 from mpsd.core.errors import MpsdError
+from mpsd.core.kubernetes.devices import Gpu
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.log import EventName
@@ -22,11 +23,16 @@ from mpsd.system import clock
 _THREADS: Final = 16
 """kubelet follows the health in one call, and prepares the claims of each starting pod in another."""
 
-_VERSIONS: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1alpha1.DRAResourceHealth")
+_VERSIONS: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", *wire.HEALTH_SERVICES)
 """kubelet's names of the services, the newest first."""
 
 _HEALTH_EVERY: Final = 10.0
-"""Seconds; kubelet considers a device unknown that was not reported for 30 s."""
+_HEALTH_TIMEOUT: Final = 60
+"""Seconds between two reports of a device's health, and without one until kubelet considers it unknown: another driver
+takes over within them. kubelets before 1.37 have 30."""
+
+_LONGEST_MESSAGE: Final = 1024
+"""Maximum characters of a message. Source: dra-health/v1."""
 
 
 class Endpoint(Part):
@@ -89,7 +95,7 @@ class Endpoint(Part):
         return {
             **{wire.prepare(each): self._prepare for each in wire.DRA_SERVICES},
             **{wire.unprepare(each): self._unprepare for each in wire.DRA_SERVICES},
-            wire.WATCH_HEALTH: self._health,
+            **{wire.watch_health(each): self._health for each in wire.HEALTH_SERVICES},
         }
 
     def _prepare(
@@ -115,7 +121,7 @@ class Endpoint(Part):
         answer = dra.NodeUnprepareResourcesResponse()
         for each in request.claims:
             with self._refusing(each, answer.claims[each.uid]):
-                self._driver.unprepare(each.uid)
+                self._driver.unprepare(each.namespace, each.name, each.uid)
         return answer
 
     @contextlib.contextmanager
@@ -140,7 +146,16 @@ class Endpoint(Part):
                     device=drahealth.DeviceIdentifier(
                         pool_name=self._settings.node, device_name=device_name(each.uuid)
                     ),
-                    health=drahealth.UNHEALTHY if each.because else drahealth.HEALTHY,
+                    health=_health_of(each),
                     last_updated_time=clock.second(),
+                    health_check_timeout_seconds=_HEALTH_TIMEOUT,
+                    message=each.impaired[:_LONGEST_MESSAGE],
                 )
             yield answer
+
+
+def _health_of(gpu: Gpu) -> drahealth.HealthStatus:
+    """Return the health of a GPU for the pods that have shares of it, whether or not it gets new ones."""
+    if not gpu.is_known:
+        return drahealth.UNKNOWN
+    return drahealth.UNHEALTHY if gpu.impaired else drahealth.HEALTHY

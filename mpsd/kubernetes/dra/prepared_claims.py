@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
+
 from mpsd.core.dra import prepared
 from mpsd.core.dra.prepared import VERSION, PreparedClaim
 from mpsd.core.errors import StorageError
@@ -25,10 +27,19 @@ def _storing(failure: str, hint: str) -> Iterator[None]:
         raise StorageError(f"{failure}: {error.strerror}", hint=f"{hint}; kubelet tries again") from None
 
 
+class _Version(Struct):
+    """What records of all releases have."""
+
+    version: int
+
+
 class PreparedStore:
     """The records by uid: one file for each, in the driver's own directory. Any thread may call.
 
     Only root can read them. Each is whole or absent, also after a loss of power, because kubelet does not repeat them.
+
+    A record that cannot be read, for example one of another release, stands for a claim all the same: its pods keep
+    their leases and CDI devices until kubelet ends the claim, or prepares it anew.
     """
 
     def __init__(self, directory: Path, log: Log) -> None:
@@ -38,18 +49,15 @@ class PreparedStore:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         directory.chmod(0o700)
         self._claims: dict[str, PreparedClaim] = {}
+        self._unreadable = set[str]()
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             try:
-                claim = encoding.read(path, PreparedClaim)
+                claim = _read(path)
             except DamagedError as error:
-                log.error(
-                    EventName.CLAIM_UNREADABLE,
-                    file=str(path),
-                    because=str(error),
-                    hint="its leases end with their pods; remove the file",
-                )
-                continue
-            if claim is not None and claim.version == VERSION and path.name == f"{claim.uid}{_SUFFIX}":
+                self._unreadable.add(path.stem)
+                hint = "its pods keep their leases, and no lost one is replaced: delete the pods when they are done"
+                log.error(EventName.CLAIM_UNREADABLE, file=str(path), because=str(error), hint=hint)
+            else:
                 self._claims[claim.uid] = claim
 
     def get(self, uid: str) -> PreparedClaim | None:
@@ -60,6 +68,11 @@ class PreparedStore:
         with self._lock:
             return list(self._claims.values())
 
+    def unreadable(self) -> set[str]:
+        """Return the uids of claims whose records cannot be read."""
+        with self._lock:
+            return {*self._unreadable}
+
     def put(self, claim: PreparedClaim) -> None:
         """Store a claim; it is on the disk when this returns. Raises StorageError and then changes nothing."""
         with self._lock:
@@ -68,6 +81,7 @@ class PreparedStore:
             ):
                 encoding.store(self._path(claim.uid), claim, lasting=True)
             self._claims[claim.uid] = claim
+            self._unreadable.discard(claim.uid)
 
     def remove(self, uid: str) -> None:
         """Forget a claim. Raises StorageError."""
@@ -80,6 +94,18 @@ class PreparedStore:
 
     def _path(self, uid: str) -> Path:
         return self._directory / f"{uid}{_SUFFIX}"
+
+
+def _read(path: Path) -> PreparedClaim:
+    """Read a record. Raises DamagedError, also for one of another version."""
+    version = encoding.read(path, _Version)
+    if version is None or version.version != VERSION:
+        found = "none" if version is None else version.version
+        raise DamagedError(f"it has version {found}, and this release of mpsd-kubernetes reads version {VERSION}")
+    claim = encoding.read(path, PreparedClaim)
+    if claim is None or path.stem != claim.uid:
+        raise DamagedError("it is the record of another claim than its name says")
+    return claim
 
 
 class CdiDevices:

@@ -11,8 +11,8 @@ from typing import Final
 
 from mpsd.core.dra import slices
 from mpsd.core.dra.slices import Steps
-from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.kubernetes.api_server import ApiServer, ConflictError
+from mpsd.core.errors import ConfigurationError, InternalError, MpsdError
+from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
 from mpsd.system import clock, retry
@@ -81,7 +81,10 @@ class Publisher(Part):
         name = slices.slice_name(self._settings.node, self._settings.domain)
         found = self._api_server.slice(name)
         steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
-        wanted = slices.document(self._node(), self._board.gpus.values(), steps, found)
+        node, gpus = self._node(), self._board.gpus.values()
+        wanted = slices.document(node, gpus, steps, found, taints=True)
+        if slices.has_taints(wanted) and not slices.has_taints(self._would_keep(wanted)):
+            wanted = slices.document(node, gpus, steps, found, taints=False)
         if slices.same(found, wanted):
             return
         server = self._api_server
@@ -100,8 +103,16 @@ class Publisher(Part):
             slice=name,
             generation=slices.generation_of(wanted),
             gpus=[each.uuid for each in self._board.gpus.values() if not each.because],
-            left_out={each.uuid: each.because for each in self._board.gpus.values() if each.because},
+            tainted=slices.has_taints(taken),
+            refused={each.uuid: each.because for each in self._board.gpus.values() if each.because},
         )
+
+    def _would_keep(self, wanted: Document) -> Document:
+        """Return what the API server would keep of a slice: a refused GPU must not be offered even for a moment."""
+        try:
+            return self._api_server.create_slice(slices.probe_of(wanted), is_dry=True)
+        except InternalError:  # a webhook of the cluster without dry runs: what would be kept is unknown
+            return {}
 
     def _node(self) -> slices.Node:
         if not self._uid:

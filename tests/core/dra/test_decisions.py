@@ -55,7 +55,7 @@ def test_each_published_range_is_one_that_kubernetes_takes(
 ) -> None:
     """Kubernetes requires min <= default <= max <= value, min + step <= value, and multiples of the step."""
     gpu = Gpu("GPU-1", mebibytes, "/run", 550, "", 0, "M" * 200, "550.1", tenths)
-    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step))
+    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), taints=True)
     for device in document["spec"]["devices"]:
         for capacity in device["capacity"].values():
             value, policy = allocation.parse_quantity(capacity["value"]), capacity["requestPolicy"]

@@ -47,6 +47,9 @@ def test_defaults() -> None:
         ("claim_deadline = -1", "claim_deadline = -1: -1 is not a duration"),
         ("uid = -1", "uid = -1: it is not a whole number"),
         ("processes = 0", "processes = 0: it is not"),
+        ("processes = []", "processes = []: it is not a list of different numbers"),
+        ("processes = [1, 1]", "it is not a list of different numbers"),
+        ("processes = [1, 2]\nslices = 257", "slices: 2 resources, one for each of `processes`, have at most 256"),
         ("x", "the configuration is not TOML"),
         ("slices = " + "[" * 10_000, "the configuration is not TOML"),
     ],
@@ -68,7 +71,16 @@ def test_near() -> None:
 def test_absent_and_any() -> None:
     """A setting that is absent by default can be set, and a number can be `any`."""
     found = parse('uid = 1000\nprocesses = "any"\nmemory_unit = "512MiB"', {}, {})
-    assert (found.uid, found.processes, found.memory_unit) == (1000, "any", PinnedDeviceMemLimit(512))
+    assert (found.uid, found.processes, found.memory_unit) == (1000, ("any",), PinnedDeviceMemLimit(512))
+
+
+def test_numbers_of_processes() -> None:
+    """Several numbers of processes are a list, and in the environment a text; their resources share the devices."""
+    assert parse("processes = 4", {}, {}).processes == (4,)
+    assert parse('processes = [1, 4, "any"]', {}, {}).processes == (1, 4, "any")
+    for text, numbers in (("4", (4,)), ("1,4,any", (1, 4, "any"))):
+        assert parse("", {"MPSD_KUBERNETES_PROCESSES": text}, {}).processes == numbers
+    assert (Settings().most_devices, parse("processes = [1, 4]", {}, {}).most_devices) == (512, 256)
 
 
 @pytest.mark.parametrize("lacking", READER)

@@ -50,6 +50,8 @@ class ApiServer:
     token: str = TOKEN
     shares_devices: bool = True
     """Whether the feature gate DRAConsumableCapacity is on."""
+    taints_devices: bool = True
+    """Whether the feature gate DRADeviceTaints is on (by default since 1.36)."""
     refusal: int | None = None
     """The HTTP status of all answers; None for the correct one."""
     retry_after: str | None = None
@@ -139,6 +141,8 @@ class ApiServer:
             return 401, _status("Unauthorized")
         if method in self.forbidden:
             return 403, _status(f'User "mpsd" cannot {method.lower()} resource "{path}"')
+        path, _, query = path.partition("?")
+        is_dry = query == "dryRun=All"
         match method:
             case "GET" if path in self.objects:
                 return 200, self.objects[path]
@@ -146,30 +150,37 @@ class ApiServer:
                 del self.objects[path]
                 return 200, _status("")
             case "POST" if body is not None and re.search(r"/(resourceslices|events)\Z", path):
-                return self._create(path, body)
+                return self._create(path, body, is_dry=is_dry)
             case "PUT" if path in self.objects and body is not None:
                 return self._replace(path, body)
             case "PATCH" if path in self.objects and body is not None and kind == "application/merge-patch+json":
                 return 200, self.put(path, merged(self.objects[path], body))
         return 404, _status(f'"{path}" not found')
 
-    def _create(self, path: str, body: Document) -> tuple[int, Document]:
+    def _create(self, path: str, body: Document, *, is_dry: bool) -> tuple[int, Document]:
         self.written.append(copy.deepcopy(body))
         metadata = body["metadata"]
         name = metadata.get("name") or metadata["generateName"] + uuid.uuid4().hex[:5]
         if f"{path}/{name}" in self.objects:
             return 409, _status(f'"{name}" already exists')
-        return 201, self.put(f"{path}/{name}", self._kept({**body, "metadata": {**metadata, "name": name}}))
+        kept = self._kept({**body, "metadata": {**metadata, "name": name}}, None)
+        return 201, kept if is_dry else self.put(f"{path}/{name}", kept)
 
     def _replace(self, path: str, body: Document) -> tuple[int, Document]:
         self.written.append(copy.deepcopy(body))
         before = self.objects[path]["metadata"]
         if body["metadata"].get("resourceVersion") != before["resourceVersion"]:
             return 409, _status("the object has been modified; please apply your changes to the latest version")
-        return 200, self.put(path, self._kept({**body, "metadata": {**body["metadata"], "uid": before["uid"]}}))
+        return 200, self.put(
+            path, self._kept({**body, "metadata": {**body["metadata"], "uid": before["uid"]}}, self.objects[path])
+        )
 
-    def _kept(self, body: Document) -> Document:
-        """Return an object in its stored form."""
+    def _kept(self, body: Document, before: Document | None) -> Document:
+        """Return an object in its stored form, in the place of another one.
+
+        A field of a feature that is off is dropped, unless the other object has it. A taint gets the present time,
+        unless it has one.
+        """
         kept = copy.deepcopy(body)
         spec = kept.get("spec", {})
         if "devices" in spec and not spec["devices"]:
@@ -178,7 +189,21 @@ class ApiServer:
             device.pop("allowMultipleAllocations", None)
             for capacity in device["capacity"].values():
                 capacity.pop("requestPolicy", None)
+        had_taints = any(each.get("taints") for each in (before or {}).get("spec", {}).get("devices", []))
+        for device in spec.get("devices", []):
+            if not (self.taints_devices or had_taints):
+                device.pop("taints", None)
+            for taint in device.get("taints", []):
+                check_taint(taint)
+                taint.setdefault("timeAdded", f"at version {self.version}")
         return kept
+
+
+def check_taint(taint: Mapping[str, Any]) -> None:
+    """Check a taint of a device like Kubernetes: the key is a label's name, the value a label's, the effect known."""
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", taint["key"])
+    assert re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", taint["value"])
+    assert taint["effect"] in {"None", "NoSchedule", "NoExecute"}
 
 
 def merged(document: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:

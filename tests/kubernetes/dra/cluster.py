@@ -151,13 +151,13 @@ class DraCluster(StandIn):
         self.register()
 
     def await_slice(self, number: int | None = None) -> Any:
-        """Wait for a slice with so many devices."""
+        """Wait for a slice with so many devices that the scheduler may use: a taint keeps claims from a device."""
 
         def found() -> Any:
             published = self.api_server.slice()
             if published is None:
                 return None
-            devices = published["spec"].get("devices", [])
+            devices = [each for each in published["spec"].get("devices", []) if not each.get("taints")]
             return published if number is None or len(devices) == number else None
 
         return wait_until(

@@ -1,5 +1,6 @@
 """Prepared claims across deaths of all programs involved: no lease is lost, doubled, or left behind."""
 
+import json
 import os
 import signal
 import threading
@@ -45,6 +46,52 @@ def stop_mpsd(cluster: DraCluster) -> None:
 def continue_mpsd(cluster: DraCluster) -> None:
     """Have mpsd continue with the requests of the meantime."""
     os.kill(cluster.node.pid, signal.SIGCONT)
+
+
+def write_as_another_release(cluster: DraCluster, claim: Claim) -> None:
+    """Write the record of a claim in a version that this release does not read."""
+    path = cluster.root / "plugins" / cluster.driver / "claims" / f"{claim.uid}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
+
+
+class TestAnotherRelease:
+    """The driver after an upgrade or a downgrade, with claims whose records it cannot read."""
+
+    def test_pods_keep_what_they_have(self, make_cluster: MakeCluster) -> None:
+        """Their pods keep their leases and CDI devices, also before a container has started; kubelet ends them."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "3"})
+        running, waiting = cluster.claim(), cluster.claim()
+        first, second = cluster.pod(running), cluster.pod(waiting)
+        before = first.start("main").variables
+        cluster.await_held(first)
+        cluster.prepare(waiting)
+        cluster.kill("plugin")
+        for each in (running, waiting):
+            write_as_another_release(cluster, each)
+        cluster.restart_plugin()
+        lines = wait_until(lambda: cluster.log("claim_unreadable")[1:], what="the log to say so of both")
+        assert "version 99" in lines[0]["because"]
+        wait_until(lambda: cluster.log("claim_renewed")[1:], what="the claim to outlive its deadline", deadline=20)
+        assert first.start("again").variables == before
+        assert second.start("main").variables["MPSD_LEASE"] in {each["id"] for each in cluster.leases()}
+        first.delete()
+        second.delete()
+        cluster.await_nothing()
+
+    def test_kubelet_prepares_it_again(self, cluster: DraCluster) -> None:
+        """A claim that kubelet prepares anew has a record again, and the same lease."""
+        claim = cluster.claim()
+        cluster.prepare(claim)
+        (lease,) = cluster.leases()
+        cluster.kill("plugin")
+        write_as_another_release(cluster, claim)
+        cluster.restart_plugin()
+        claim.devices = None
+        cluster.prepare(claim)
+        assert [each["id"] for each in cluster.leases()] == [lease["id"]]
+        assert cluster.stored()[claim.uid]["version"] == 1
+        cluster.unprepare(claim)
+        cluster.await_nothing()
 
 
 class TestDriver:
@@ -146,7 +193,7 @@ class TestDriver:
         cluster.unprepare(claim)
 
     def test_a_record_that_is_damaged(self, cluster: DraCluster) -> None:
-        """A damaged record is named without an effect on others; its lease is released."""
+        """A damaged record is named without an effect on others; its claim lasts until kubelet ends it."""
         damaged, other = cluster.claim(), cluster.claim()
         cluster.prepare(damaged)
         cluster.prepare(other)
@@ -156,10 +203,12 @@ class TestDriver:
         cluster.restart_plugin()
         (line,) = cluster.log("claim_unreadable")
         assert line["file"] == str(path)
-        wait_until(lambda: len(cluster.leases()) == 1, what="the lease that no record has to be given back")
+        assert len(list((cluster.root / "cdi").iterdir())) == 2
+        cluster.unprepare(damaged)
         (device,) = (cluster.root / "cdi").iterdir()
         assert other.uid in device.name
         cluster.unprepare(other)
+        cluster.await_nothing()
 
 
 class TestMpsd:

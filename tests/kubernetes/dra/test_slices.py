@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 from typing import Any
 
 import grpc
@@ -53,18 +55,54 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     }
 
 
+def test_threads_beyond_all(make_cluster: MakeCluster) -> None:
+    """Where mpsd grants threads beyond 100 % in sum, a claim may still have 100 %, and two have it at once."""
+    cluster = make_cluster(config="[admission]\nthreads_oversubscription = 2\n")
+    (device,) = cluster.await_slice(1)["spec"]["devices"]
+    assert device["capacity"]["threads"] == {
+        "value": "200",
+        "requestPolicy": {"default": "20", "validRange": {"min": "1", "max": "100", "step": "1"}},
+    }
+    pods = [cluster.pod(cluster.claim(result("100", "8Gi"))) for _ in range(2)]
+    for pod in pods:
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["active_thread_percentage"] == 100.0
+
+
 @pytest.mark.thorough
 def test_follows_holds(make_cluster: MakeCluster) -> None:
-    """A GPU whose control daemon is held is left out, in a new generation, until it is resumed."""
+    """A GPU whose control daemon is held has a taint with the reason, in a new generation, until it is resumed."""
     cluster = make_cluster(simulate=2, settings={"WAIT": "1"}, durations=BRISK)
     assert cluster.node.mpsctl("hold", "gpu0").returncode == 0
     published = cluster.await_slice(1)
-    assert [each["name"] for each in published["spec"]["devices"]] == [gpu(1).lower()]
+    held, other = published["spec"]["devices"]
+    (taint,) = held["taints"]
+    assert (taint["key"], taint["value"], taint["effect"]) == ("mpsd.internal/refused", "hold", "NoSchedule")
+    assert (held["name"], "taints" in other) == (gpu(0).lower(), False)
     assert published["spec"]["pool"]["generation"] == 2
+    cluster.node.mpsctl("hold", "gpu1")
+    first, _ = cluster.await_slice(0)["spec"]["devices"]
+    assert first["taints"] == [taint], "since when it is there does not change"
+    cluster.node.mpsctl("resume", "gpu1")
+    cluster.await_slice(1)
     with pytest.raises(RefusedError, match="held"):
         cluster.prepare(cluster.claim())
     assert cluster.node.mpsctl("resume", "gpu0").returncode == 0
-    assert cluster.await_slice(2)["spec"]["pool"]["generation"] == 3
+    assert cluster.await_slice(2)["spec"]["pool"]["generation"] == 5
+    assert [each for each in cluster.api_server.objects if "probe" in each] == []
+
+
+def test_a_cluster_without_taints(make_cluster: MakeCluster) -> None:
+    """If the API server drops taints, a refused GPU is left out, and is never offered even for a moment."""
+    cluster = make_cluster(simulate=2, start=False, durations=BRISK)
+    cluster.api_server.taints_devices = False
+    cluster.start()
+    cluster.node.mpsctl("hold", "gpu0")
+    (device,) = cluster.await_slice(1)["spec"]["devices"]
+    assert device["name"] == gpu(1).lower()
+    replaced = [each for each in cluster.api_server.asked("PUT", SLICES) if each.status == 200]
+    assert len(replaced) == 1
 
 
 def test_is_written_only_where_it_changes(cluster: DraCluster) -> None:
@@ -133,19 +171,33 @@ def test_api_servers_that_refuse(make_cluster: MakeCluster) -> None:
     assert stranger.api_server.requests == []
 
 
-def test_health(cluster: DraCluster) -> None:
-    """kubelet follows the health of devices, and shows it in the status of pods."""
+@pytest.mark.parametrize("service", wire.HEALTH_SERVICES)
+def test_health(make_cluster: MakeCluster, service: str) -> None:
+    """kubelet follows the health of devices, and shows it with the reason in the status of pods that have them.
+
+    A held GPU gets no new pods, and serves those that it has; without its control daemon, or without an answer of mpsd,
+    it is another matter.
+    """
+    cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.5"}, durations={"mpsd.kubernetes.mpsd_client._LOOK": 0.5})
     assert cluster.endpoint is not None
     with grpc.insecure_channel(f"unix:{cluster.endpoint}") as channel:
-        call = wire.WATCH_HEALTH
+        call = wire.watch_health(service)
         watch = channel.unary_stream(call.path, call.request.SerializeToString, call.answer.FromString)
-        answers = watch(drahealth.NodeWatchResourcesRequest(), timeout=30)
+        answers = watch(drahealth.NodeWatchResourcesRequest(), timeout=60)
         (device,) = next(answers).devices
         assert (device.device.pool_name, device.device.device_name) == (NODE, GPU.lower())
-        assert (device.health, device.last_updated_time > 0) == (drahealth.HEALTHY, True)
+        assert (device.health, device.message, device.last_updated_time > 0) == (drahealth.HEALTHY, "", True)
+        assert device.health_check_timeout_seconds == 60
         cluster.node.mpsctl("hold", "gpu0")
         (device,) = next(answers).devices
+        assert (device.health, device.message) == (drahealth.HEALTHY, "")
+        os.kill(cluster.node.get("/v1/daemons").json["daemons"][0]["pid"], signal.SIGSTOP)
+        device = next(each.devices[0] for each in answers if each.devices[0].health != drahealth.HEALTHY)
         assert device.health == drahealth.UNHEALTHY
+        assert "unresponsive" in device.message
+        cluster.node.end(signal.SIGKILL)
+        device = next(each.devices[0] for each in answers if each.devices[0].health == drahealth.UNKNOWN)
+        assert "mpsd does not answer" in device.message
         answers.cancel()
 
 

@@ -187,7 +187,11 @@ class StandIn:
     @property
     def resources(self) -> list[str]:
         offered = {"slices": [SLICE], "memory": [MEMORY], "threads-and-memory": [CORE, MEMORY]}
-        return offered[self.settings.get("RESOURCES", "slices")]
+        names, more = (
+            offered[self.settings.get("RESOURCES", "slices")],
+            self.settings.get("PROCESSES", "1").split(",")[1:],
+        )
+        return [*names, *(f"{name}.processes-{number}" for name in names for number in more)]
 
     # -- processes -----------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from mpsd.kubernetes.node_report import Pace
 _GIB: Final = 1024
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _WRITERS: Final = 16
-_STEPS: Final = Steps(1, 256)
+_STEPS: Final = Steps(1, 256, 100)
 
 
 def gpus(number: int) -> list[Gpu]:

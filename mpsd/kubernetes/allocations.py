@@ -302,6 +302,11 @@ class Allocations(PodLeases):
     def _facts_of(self, container: Container) -> dict[str, object]:
         return {"pod": container.pod, "container": container.name, "name": self._kubelet.name_of(container)}
 
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        numbers = claims.devices_of(lease["labels"])
+        own = (each for each in self._recorded() or () if each.pod == pod and [each.gpu] == lease["gpus"])
+        return next((f"container {each.name}" for each in own if each.numbers == numbers), "")
+
     def _pod_name(self, pod: str) -> PodName | None:
         names = (self._kubelet.name_of(each) for each in self._recorded() or () if each.pod == pod)
         name = next(filter(None, names), None)

@@ -1,7 +1,7 @@
 """mpsd as this program calls it: by mpsd's own client, with retries during a restart."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -83,6 +83,13 @@ class Mpsd:
     def latest_event(self) -> int:
         with Api(self._socket, deadline=_ANSWER) as api:
             return max((_event(event)[1] for _, event in api.lines("/v1/events?after=0&follow=false")), default=0)
+
+    def events_to_come(self, heartbeat: int) -> Iterator[object]:
+        """Yield mpsd's further events, and after so many seconds without one, a heartbeat."""
+        path = f"/v1/events?after=latest&follow=true&heartbeat={heartbeat}"
+        with Api(self._socket, deadline=_ANSWER) as api:
+            for _, event in api.lines(path, silence=heartbeat + _ANSWER):
+                yield event
 
     def claimed(self) -> list[Claimed]:
         """Return the leases that are for containers of Kubernetes."""

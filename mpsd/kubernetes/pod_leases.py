@@ -54,6 +54,10 @@ class PodLeases(Part, ABC):
     def _pod_name(self, pod: str) -> PodName | None:
         """Return the name of a pod by its uid; None where it is unknown."""
 
+    @abstractmethod
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        """Say which container or claim of a pod a lease is for; empty where that is unknown."""
+
     def _claim(self, gpu: str, share: Share, uid: int | None, processes: int | str, **more: object) -> LeaseAnswer:
         """Claim a lease for a user, if it is known. Raises mpsd's refusal."""
         settings = self._settings

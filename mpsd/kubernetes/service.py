@@ -21,6 +21,7 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.node_report import NodeReport
 from mpsd.kubernetes.parts import GpuFollower, Part, Program
 from mpsd.kubernetes.pod_leases import PodLeases
+from mpsd.kubernetes.violation_report import ViolationReport
 from mpsd.system import clock
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -70,6 +71,7 @@ class Service(Part):
         self._threads = {
             "mpsd": GpuFollower(program).run,
             "events": leases.events.run,
+            "violations": ViolationReport(program, leases).run,
             "signals": lambda: signal.sigwait(_SIGNALS),
             **threads,
         }

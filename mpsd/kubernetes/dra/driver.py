@@ -381,6 +381,12 @@ class Driver(PodLeases):
             for pod in () if claim is None else claim.pods:
                 self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, told_to_users(error))
 
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        share = prepared.share_of(lease["request_id"])
+        claim = None if share is None else self._store.get(share[0])
+        has_pod = claim is not None and any(each.uid == pod for each in claim.pods)
+        return f"ResourceClaim {claim.name}" if claim is not None and has_pod else ""
+
     def _pod_name(self, pod: str) -> PodName | None:
         names = (PodName(each.namespace, one.name) for each in self._store.all() for one in each.pods if one.uid == pod)
         return next(names, None)

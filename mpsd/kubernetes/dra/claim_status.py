@@ -5,7 +5,7 @@ Where the service account has no right to it, which is so before Kubernetes 1.36
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import claim_status
@@ -16,7 +16,6 @@ from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.system import clock
 
 _PAUSE: Final = 0.5
@@ -32,9 +31,10 @@ class _Said(NamedTuple):
 class ClaimStatus(Part):
     """Writes the status of claims. Any thread may call `note` and `forget`."""
 
-    def __init__(self, program: Program, api_server: ApiServer) -> None:
+    def __init__(self, program: Program, api_server: ApiServer, told: Callable[[MpsdError], str]) -> None:
+        """`told` puts an error in words for users."""
         super().__init__(program)
-        self._api_server = api_server
+        self._api_server, self._told = api_server, told
         self._lock = threading.Lock()
         self._said: dict[str, _Said] = {}
         """The latest of each prepared claim, by uid."""
@@ -45,10 +45,10 @@ class ClaimStatus(Part):
         self, claim: PreparedClaim, leases: Sequence[LeaseAnswer] | None = None, error: MpsdError | None = None
     ) -> None:
         """Say of a claim that it has these leases, or those that it had, or why it cannot use them."""
+        message = "" if error is None else self._told(error)
         with self._lock:
             before = self._said.get(claim.uid)
             ids = [each["id"] for each in leases] if leases is not None else before.leases if before else []
-            message = "" if error is None else told_to_users(error)
             found = claim_status.verdict(error, message, clock.now(), before and before.verdict)
             document = claim_status.document(claim, self._settings.domain, ids, found)
             if before is None or before.document != document:

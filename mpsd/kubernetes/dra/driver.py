@@ -47,7 +47,7 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
 from mpsd.kubernetes.pod_events import PodName, Reason
-from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
+from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.system import clock
 
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -86,7 +86,7 @@ class Driver(PodLeases):
         super().__init__(program, None if program.settings.pod_events is When.NEVER else api_server)
         settings = self._settings
         self._api_server = api_server
-        self.status = ClaimStatus(program, api_server)
+        self.status = ClaimStatus(program, api_server, self.told)
         self._free = threading.Condition()
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
@@ -233,6 +233,7 @@ class Driver(PodLeases):
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
             self._settings.processes[0] if share.processes is None else share.processes,
+            wait=self._settings.wait,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
@@ -432,17 +433,16 @@ class Driver(PodLeases):
             if claim is not None:
                 self.status.note(claim, error=error)
             for pod in () if claim is None else claim.pods:
-                self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, told_to_users(error))
+                self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, self.told(error))
+
+    def _pod_names(self, _: float) -> dict[str, PodName]:
+        return {pod.uid: PodName(each.namespace, pod.name) for each in self._store.all() for pod in each.pods}
 
     def user_of(self, lease: LeaseAnswer, pod: str) -> str:
         share = prepared.share_of(lease["request_id"])
         claim = None if share is None else self._store.get(share[0])
         has_pod = claim is not None and any(each.uid == pod for each in claim.pods)
         return f"ResourceClaim {claim.name}" if claim is not None and has_pod else ""
-
-    def _pod_name(self, pod: str) -> PodName | None:
-        names = (PodName(each.namespace, one.name) for each in self._store.all() for one in each.pods if one.uid == pod)
-        return next(names, None)
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:

@@ -243,7 +243,7 @@ class TestClaimStatus:
                 cluster.prepare(large)
         said = self.of(cluster, large, "False")
         assert said["conditions"][0]["reason"] == "DoesNotFit"
-        assert "90 % of the threads were requested" in said["conditions"][0]["message"].replace(".0", "")
+        assert "90.0 percent of the threads were requested" in said["conditions"][0]["message"]
         cluster.unprepare(claim)
         cluster.prepare(large)
         assert self.of(cluster, large, "True")["data"]["lease"] == cluster.leases()[0]["id"]

@@ -100,6 +100,8 @@ def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     oldest, middle, newest = (Program(pod) for _ in range(3))
     side = Program(pod, "side")
     try:
+        gpu = lambda: cluster.node.get("/v1/gpus").json["gpus"][0]  # noqa: E731
+        wait_until(lambda: gpu()["threads_unleased"] == 50, what="those too many to count as used")
         for each in (oldest, middle, newest):
             assert each.hello["active_thread_percentage"] == 25
             assert each.do("alloc 9GiB")

@@ -33,7 +33,7 @@ from mpsd.kubernetes.api_server import ApiServer, Place
 _GIB: Final = 1024
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _WRITERS: Final = 16
-_STEPS: Final = Steps(1, 256)
+_STEPS: Final = Steps(1, 256, 100)
 
 
 def gpus(number: int) -> list[Gpu]:

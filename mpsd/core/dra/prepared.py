@@ -38,6 +38,8 @@ class PreparedShare(Struct, forbid_unknown_fields=True):
     connections: int | None = None
     visible: str | None = None
     user: int | None = None
+    further: list[str | None] = []
+    """The ids of further shares of the same device for the same request: they are one share here, with the sum."""
 
 
 class PreparedPod(Struct, forbid_unknown_fields=True):

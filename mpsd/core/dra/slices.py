@@ -14,16 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation
-from mpsd.core.dra.allocation import MEMORY, THREADS, device_name
+from mpsd.core.dra.allocation import MEMORY, NVIDIA, THREADS, UUID_ATTRIBUTE, device_name
 from mpsd.core.kubernetes.devices import Gpu
 
 API_VERSION: Final = "resource.k8s.io/v1"
 """The first version with consumable capacity that is not an alpha: Kubernetes 1.34."""
-
-NVIDIA: Final = "gpu.nvidia.com"
-"""The domain of NVIDIA's own driver: its attributes have its names, types and values here, so that an expression of CEL
-is the same for both drivers. Source: its GpuInfo.Attributes, 2026-05; Kubernetes wants names of others with their
-domain, and one meaning for each."""
 
 _STANDARD: Final = "resource.kubernetes.io"
 """Source: k8s.io/dynamic-resource-allocation/deviceattribute."""
@@ -35,15 +30,14 @@ _ADDED: Final = "timeAdded"
 _LONGEST_TEXT: Final = 64
 """Maximum characters of a text attribute. Source: resource.k8s.io/v1."""
 
-_TENTH: Final = 10
-"""The divisor for the default share: a request without an amount gets a tenth of the GPU."""
-
 
 class Steps(NamedTuple):
     """The step sizes: requests are multiples of these."""
 
     percent: int
     mebibytes: int
+    slices: int
+    """A request without an amount gets one of so many parts of a GPU, as each of an extended resource does."""
 
 
 class Node(NamedTuple):
@@ -172,8 +166,8 @@ def _device(
         "allowMultipleAllocations": True,
         "attributes": _attributes(gpu, node),
         "capacity": {
-            THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, str),
-            MEMORY: _capacity(memory, memory, steps.mebibytes, allocation.quantity_of),
+            THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, steps.slices, str),
+            MEMORY: _capacity(memory, memory, steps.mebibytes, steps.slices, allocation.quantity_of),
         },
         **({"taints": [tainted.get((name, gpu.kind), _taint(gpu, node))]} if gpu.because else {}),
     }
@@ -189,7 +183,7 @@ def _attributes(gpu: Gpu, node: Node) -> dict[str, object]:
     known = {name: each for name, each in (gpu.hardware or {}).items() if isinstance(each, str)}
     texts = {
         f"{NVIDIA}/type": "gpu",
-        f"{NVIDIA}/uuid": gpu.uuid,
+        UUID_ATTRIBUTE: gpu.uuid,
         f"{NVIDIA}/productName": gpu.model,
         f"{NVIDIA}/brand": known.get("brand"),
         f"{NVIDIA}/architecture": known.get("architecture"),
@@ -214,10 +208,10 @@ def _semantic(version: str) -> str | None:
     return None if match is None else ".".join(f"{int(each or 0)}" for each in match.groups())
 
 
-def _capacity(whole: int, most: int, step: int, write: Callable[[int], str]) -> dict[str, object]:
+def _capacity(whole: int, most: int, step: int, slices: int, write: Callable[[int], str]) -> dict[str, object]:
     """Return an amount of which a share may have `most`: mpsd may grant more threads in sum than a GPU has."""
     whole, most = whole // step * step, most // step * step
-    default = min(max(whole // _TENTH // step, 1) * step, most)
+    default = min(max(whole // slices // step, 1) * step, most)
     return {
         "value": write(whole),
         "requestPolicy": {

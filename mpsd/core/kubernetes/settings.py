@@ -124,7 +124,11 @@ class Settings:
         " Resource Allocation.",
     )
     slice_resource: str = row("nvidia.com/gpu.mps-slice", _resource, "Resource name of the slices.")
-    slices: int = row(100, parsers.whole(1, MOST_DEVICES), "Number of slices per GPU.")
+    slices: int = row(
+        100,
+        parsers.whole(1, MOST_DEVICES),
+        "Number of slices per GPU. With `dra`, a request without an amount gets one.",
+    )
     core_resource: str = row("nvidia.com/mps-core", _resource, "Resource name of the threads.")
     core_unit: int = row(
         1, parsers.whole(1, 100), "Size of one unit of the threads resource, in percent of the GPU's threads."

@@ -106,13 +106,15 @@ class Endpoint(Part):
             entry = answer.claims[each.uid]
             with self._refusing(each, entry):
                 for share, devices in self._driver.prepare(each.namespace, each.name, each.uid):
-                    entry.devices.add(
-                        request_names=[share.request.partition("/")[0]],
-                        pool_name=share.pool,
-                        device_name=share.device,
-                        cdi_device_ids=devices,
-                        share_id=share.share_id,
-                    )
+                    # A CDI device that is named twice would be in the container twice.
+                    for share_id, ids in [(share.share_id, devices), *((further, []) for further in share.further)]:
+                        entry.devices.add(
+                            request_names=[share.request.partition("/")[0]],
+                            pool_name=share.pool,
+                            device_name=share.device,
+                            cdi_device_ids=ids,
+                            share_id=share_id,
+                        )
         return answer
 
     def _unprepare(

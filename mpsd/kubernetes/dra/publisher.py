@@ -75,7 +75,7 @@ class Publisher(Part):
         """Bring the slice up to date. Raises MpsdError and ConflictError."""
         name = slices.slice_name(self._settings.node, self._settings.domain)
         found = self._api_server.slice(name)
-        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
+        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes, self._settings.slices)
         node, gpus = self._node(), self._board.gpus.values()
         wanted = slices.document(node, gpus, steps, found, taints=True)
         if slices.has_taints(wanted) and not slices.has_taints(self._would_keep(wanted)):

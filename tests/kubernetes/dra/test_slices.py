@@ -47,11 +47,11 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     assert second["attributes"]["index"] == {"int": 1}
     assert first["capacity"]["threads"] == {
         "value": "100",
-        "requestPolicy": {"default": "10", "validRange": {"min": "1", "max": "100", "step": "1"}},
+        "requestPolicy": {"default": "1", "validRange": {"min": "1", "max": "100", "step": "1"}},
     }
     assert first["capacity"]["memory"] == {
         "value": "81408Mi",
-        "requestPolicy": {"default": "7936Mi", "validRange": {"min": "256Mi", "max": "81408Mi", "step": "256Mi"}},
+        "requestPolicy": {"default": "768Mi", "validRange": {"min": "256Mi", "max": "81408Mi", "step": "256Mi"}},
     }
 
 
@@ -61,7 +61,7 @@ def test_threads_beyond_all(make_cluster: MakeCluster) -> None:
     (device,) = cluster.await_slice(1)["spec"]["devices"]
     assert device["capacity"]["threads"] == {
         "value": "200",
-        "requestPolicy": {"default": "20", "validRange": {"min": "1", "max": "100", "step": "1"}},
+        "requestPolicy": {"default": "2", "validRange": {"min": "1", "max": "100", "step": "1"}},
     }
     pods = [cluster.pod(cluster.claim(result("100", "8Gi"))) for _ in range(2)]
     for pod in pods:

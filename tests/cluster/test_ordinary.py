@@ -259,11 +259,12 @@ def test_gpushare(cluster: Cluster, install: Install) -> None:
         cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")
 
 
-SEVERAL: Final = "for each in 1 2 3; do (echo alloc 9GiB; sleep inf) | python3 -m mpsd.simulator.client & done; wait"
+HOLDS: Final = "(echo alloc {size}; read done < $MPSD_SIMULATED_GPUS/done) | python3 -m mpsd.simulator.client"
+SEVERAL: Final = f"for each in 1 2 3; do {HOLDS.format(size='9GiB')} & done; wait"
 """Three CUDA processes of one container."""
 
-NEIGHBOUR: Final = "(read go < $MPSD_SIMULATED_GPUS/go; echo alloc 58GiB; sleep inf) | python3 -m mpsd.simulator.client"
-"""Allocates when somebody writes to a FIFO."""
+NEIGHBOUR: Final = f"read go < $MPSD_SIMULATED_GPUS/go; {HOLDS.format(size='58GiB')}"
+"""One that begins when somebody writes to a FIFO."""
 
 
 def is_running(cluster: Cluster, name: str) -> bool:
@@ -278,8 +279,8 @@ def test_several_processes(cluster: Cluster, install: Install) -> None:
     overlay, plugin = "device-plugin-labels", "slices = 8\nprocesses = [1, 4]"
     mpsd = install(SLICE, 8, overlay=overlay, plugin=plugin, gpus=1)
     assert offered(cluster, f"{SLICE}.processes-4") == 8
-    fifo = cluster.path(f"{SIMULATED}/go")
-    os.mkfifo(fifo)
+    for fifo in ("go", "done"):
+        os.mkfifo(cluster.path(f"{SIMULATED}/{fifo}"))
     for made in (
         pod("neighbour", {SLICE: 6}, "sh", "-c", NEIGHBOUR, hostPID=True),
         pod("several", {SLICE: 2}, "sh", "-c", SEVERAL, hostPID=True),
@@ -290,8 +291,8 @@ def test_several_processes(cluster: Cluster, install: Install) -> None:
         cluster.wait(f"{name} to run", partial(is_running, cluster, name))
     cluster.wait("what its pod is told", lambda: "MemoryOverShare: container main: the p" in events(cluster, "several"))
     assert "UndeclaredProcess: container main: a process is an extra client" in events(cluster, "several")
-    cluster.wait("its newest process to end, beside the neighbour's", lambda: len(mpsd.ask("clients")) == 3)
-    fifo.write_text("go\n")
+    cluster.wait("its newest process to end", lambda: len(mpsd.ask("clients")) == 2)
+    cluster.path(f"{SIMULATED}/go").write_text("go\n")
     cluster.wait("the neighbour's memory", lambda: '"ok": true' in cluster.kubectl("logs", "neighbour"))
     cluster.wait("a reading of it", lambda: {each["memory_held"] >> 30 for each in mpsd.ask("clients")} == {9, 58})
     assert "container main" not in events(cluster, "neighbour")

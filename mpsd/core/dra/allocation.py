@@ -26,10 +26,15 @@ from mpsd.core.units import MIB, briefly
 # not named here are ignored: later releases add some.
 
 
+class OwnerReference(Struct, rename="camel"):
+    kind: str
+
+
 class Metadata(Struct, rename="camel"):
     name: str = ""
     namespace: str = ""
     uid: str = ""
+    owner_references: list[OwnerReference] | None = None
 
 
 class Consumer(Struct, rename="camel"):
@@ -263,6 +268,11 @@ def pods(claim: ResourceClaim) -> list[PreparedPod]:
     """Return the pods that a claim is reserved for."""
     reserved = claim.status.reserved_for if claim.status is not None else None
     return [PreparedPod(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
+
+
+def is_shared(claim: ResourceClaim) -> bool:
+    """Tell whether several pods may use a claim: it was not made for one of them, by a template or by the scheduler."""
+    return not any(each.kind == "Pod" for each in claim.metadata.owner_references or [])
 
 
 def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Allocated]:

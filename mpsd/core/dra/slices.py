@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation
 from mpsd.core.dra.allocation import MEMORY, NVIDIA, THREADS, UUID_ATTRIBUTE, device_name
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes.devices import Gpu, Kind
 
 API_VERSION: Final = "resource.k8s.io/v1"
 """The first version with consumable capacity that is not an alpha: Kubernetes 1.34."""
@@ -152,13 +153,15 @@ def _taints(device: Mapping[str, object]) -> list[Mapping[str, object]]:
 def _device(
     gpu: Gpu, node: Node, steps: Steps, tainted: Mapping[tuple[object, object], Mapping[str, object]]
 ) -> dict[str, object] | None:
-    """Return a GPU as a device; None where its memory is less than two steps.
+    """Return a GPU as a device, with the capacity that Kubernetes can count on; None where that is too little.
 
-    Kubernetes accepts no range of a single step. `tainted` are the published taints, by device and value: a taint keeps
-    the time since which it is there.
+    Kubernetes accepts no range of a single step, and a share that names no amount is no smaller than otherwise.
+    `tainted` are the published taints, by device and value: a taint keeps the time since which it is there.
     """
-    memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
-    if memory < 2 * steps.mebibytes:
+    most = devices.steps_of(gpu, steps.percent, steps.mebibytes)
+    counts = {kind: gpu.counts.get((kind, 0), number) for kind, number in most.items()}
+    defaults = {kind: max(number // steps.slices, 1) for kind, number in most.items()}
+    if any(number < max(defaults[kind], 2) for kind, number in counts.items()):
         return None
     name = device_name(gpu.uuid)
     return {
@@ -166,8 +169,8 @@ def _device(
         "allowMultipleAllocations": True,
         "attributes": _attributes(gpu, node),
         "capacity": {
-            THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, steps.slices, str),
-            MEMORY: _capacity(memory, memory, steps.mebibytes, steps.slices, allocation.quantity_of),
+            THREADS: _capacity(counts[Kind.CORE], defaults[Kind.CORE], steps.percent, str, most=100),
+            MEMORY: _capacity(counts[Kind.MEMORY], defaults[Kind.MEMORY], steps.mebibytes, allocation.quantity_of),
         },
         **({"taints": [tainted.get((name, gpu.kind), _taint(gpu, node))]} if gpu.because else {}),
     }
@@ -208,14 +211,18 @@ def _semantic(version: str) -> str | None:
     return None if match is None else ".".join(f"{int(each or 0)}" for each in match.groups())
 
 
-def _capacity(whole: int, most: int, step: int, slices: int, write: Callable[[int], str]) -> dict[str, object]:
-    """Return an amount of which a share may have `most`: mpsd may grant more threads in sum than a GPU has."""
-    whole, most = whole // step * step, most // step * step
-    default = min(max(whole // slices // step, 1) * step, most)
+def _capacity(
+    count: int, default: int, step: int, write: Callable[[int], str], most: int | None = None
+) -> dict[str, object]:
+    """Return an amount of this many steps, and the steps of a share that names none; a share has `most` at most.
+
+    mpsd may grant more threads in sum than a GPU has.
+    """
+    highest = count if most is None else min(count, most // step)
     return {
-        "value": write(whole),
+        "value": write(count * step),
         "requestPolicy": {
-            "default": write(default),
-            "validRange": {"min": write(step), "max": write(most), "step": write(step)},
+            "default": write(min(default, highest) * step),
+            "validRange": {"min": write(step), "max": write(highest * step), "step": write(step)},
         },
     }

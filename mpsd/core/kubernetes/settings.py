@@ -229,7 +229,10 @@ class Settings:
         "Whether events about pods are written: as `report`.",
     )
     report_interval: float = row(
-        30.0, _seconds, "Minimum seconds from one write of the labels and the annotation to the next."
+        30.0,
+        _seconds,
+        "Minimum seconds from one write of the labels and the annotation to the next; where changes last, ten times as"
+        " long.",
     )
     cgroup_root: Path = row(Path("/"), parsers.path, "kubelet's `cgroupRoot`, where it has one.")
     log_format: LogFormat = row(

@@ -13,7 +13,6 @@ from mpsd.kubernetes import wire
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
@@ -135,7 +134,7 @@ class Endpoint(Part):
             yield
         except MpsdError as error:
             self._log.warning(EventName.CLAIM_REFUSED, error, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
-            entry.error = told_to_users(error)
+            entry.error = self._driver.told(error)
 
     def _health(
         self, _: drahealth.NodeWatchResourcesRequest, context: grpc.ServicerContext

@@ -183,6 +183,32 @@ def test_a_request_id_is_no_evidence(make_cluster: MakeCluster) -> None:
     assert [each["id"] for each in cluster.leases()] == [lease["id"]]
 
 
+class TestSharedClaim:
+    """A claim that several pods of the node use: its share is one lease, which all of them hold."""
+
+    def test_outlives_the_first_pod(self, make_cluster: MakeCluster) -> None:
+        """The share is that of all pods together, and stays until the last of them has ended."""
+        cluster = make_cluster(control=None, durations={"mpsd.kubernetes.dra.driver._LOOK_FOR_PODS": 0.5})
+        claim = cluster.claim(result("30", "4Gi"))
+        first = cluster.pod(claim)
+        before = first.start("main").variables["MPSD_LEASE"]
+        cluster.await_held(first)
+        second = cluster.pod(claim)
+        # Without a token no process of it is a bearer: what keeps its lease is that its group holds it.
+        second.start("main", ("env", "-u", "MPSD_LEASE_TOKEN", "sleep", "inf"))
+        wait_until(lambda: len(cluster.lease(before)["holders"]) == 2, what="both pods to hold it")
+        first.delete()
+        wait_until(lambda: len(cluster.lease(before)["holders"]) == 1, what="the first pod to be gone")
+        assert [each["id"] for each in cluster.held(second)] == [before]
+        container = second.start("again", program(), more=outside(cluster.node))
+        assert container.process.stdout is not None
+        said = json.loads(container.process.stdout.readline())
+        assert (said["mps"], said["active_thread_percentage"]) == (True, 30.0)
+        assert [each["id"] for each in cluster.leases()] == [before]
+        second.delete()
+        cluster.await_nothing()
+
+
 class TestExtendedResource:
     """Pods of the device plugin, whose resource the scheduler turns into a claim (Kubernetes 1.36)."""
 

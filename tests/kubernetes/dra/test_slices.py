@@ -178,7 +178,7 @@ def test_health(make_cluster: MakeCluster, service: str) -> None:
     A held GPU gets no new pods, and serves those that it has; without its control daemon, or without an answer of mpsd,
     it is another matter.
     """
-    cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.5"}, durations={"mpsd.kubernetes.mpsd_client._LOOK": 0.5})
+    cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.5"})
     assert cluster.endpoint is not None
     with grpc.insecure_channel(f"unix:{cluster.endpoint}") as channel:
         call = wire.watch_health(service)
@@ -279,3 +279,24 @@ class TestNode:
         assert self.metadata(cluster)["labels"]["zone"] == "a"
         assert self.metadata(cluster)["labels"]["mpsd.internal/model"] == "Simulated-GPU"
         assert self.metadata(cluster)["annotations"]["a"] == "b"
+
+
+@pytest.mark.thorough
+def test_capacity(make_cluster: MakeCluster) -> None:
+    """The capacity is what claims have and what mpsd can still grant, so that a claim that does not fit waits."""
+    cluster = make_cluster(durations={**BRISK, "mpsd.core.kubernetes.capacity.LASTING": 1.0})
+
+    def published(threads: str, memory: str) -> bool:
+        (device,) = cluster.await_slice(1)["spec"]["devices"]
+        found = device["capacity"]["threads"]
+        assert found["requestPolicy"]["validRange"]["max"] == found["value"]
+        return (found["value"], device["capacity"]["memory"]["value"]) == (threads, memory)
+
+    pod = cluster.pod(cluster.claim())
+    pod.start("main")
+    (held,) = cluster.await_held(pod)
+    other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
+    wait_until(lambda: published("40", "80384Mi"), what="the capacity to be less", deadline=20)
+    assert cluster.node.request("DELETE", f"/v1/leases/{other['id']}").status == 204
+    wait_until(lambda: published("100", "81408Mi"), what="the capacity to be back", deadline=20)
+    assert [each["id"] for each in cluster.held(pod)] == [held["id"]]

@@ -26,6 +26,8 @@ class EventName(StrEnum):
     OTHER_PLUGIN = "other_plugin"
     DEVICES_CHANGED = "devices_changed"
     NODE_NOT_OFFERED = "node_not_offered"
+    HOOK_INSTALLED = "hook_installed"
+    HOOK_NOT_INSTALLED = "hook_not_installed"
     MPSD_UNREACHABLE = "mpsd_unreachable"
     MPSD_ANSWERS = "mpsd_answers"
     CHECKPOINT_UNREADABLE = "checkpoint_unreadable"

@@ -34,7 +34,7 @@ ROOMS: Final = {
     "core/metrics": "core core/mps core/admission",
     "core/doctor": "core core/mps",
     "core/containers": "core",
-    "core/kubernetes": "core core/configuration core/containers",
+    "core/kubernetes": "core core/configuration core/containers core/mps",
     "core/dra": "core core/containers core/kubernetes",
     "system": "",
     "system/files": "system",

@@ -47,6 +47,7 @@ class EventName(StrEnum):
     CLAIM_REPLACED = "claim_replaced"
     CLAIM_UNPREPARED = "claim_unprepared"
     CLAIM_UNREADABLE = "claim_unreadable"
+    CLAIM_STATUS_NOT_WRITTEN = "claim_status_not_written"
     SLICE_PUBLISHED = "slice_published"
     SLICE_NOT_PUBLISHED = "slice_not_published"
     NODE_REPORTED = "node_reported"

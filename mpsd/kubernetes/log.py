@@ -26,8 +26,6 @@ class EventName(StrEnum):
     OTHER_PLUGIN = "other_plugin"
     DEVICES_CHANGED = "devices_changed"
     NODE_NOT_OFFERED = "node_not_offered"
-    HOOK_INSTALLED = "hook_installed"
-    HOOK_NOT_INSTALLED = "hook_not_installed"
     MPSD_UNREACHABLE = "mpsd_unreachable"
     MPSD_ANSWERS = "mpsd_answers"
     CHECKPOINT_UNREADABLE = "checkpoint_unreadable"
@@ -52,6 +50,15 @@ class EventName(StrEnum):
     NODE_REPORTED = "node_reported"
     NODE_NOT_REPORTED = "node_not_reported"
     POD_EVENT_LOST = "pod_event_lost"
+    WEBHOOK_STARTED = "webhook_started"
+    WEBHOOK_ENDED = "webhook_ended"
+    SHARE_GIVEN = "share_given"
+    SHARE_NOT_GIVEN = "share_not_given"
+    REVIEW_FAILED = "review_failed"
+    CERTIFICATE_LOADED = "certificate_loaded"
+    CERTIFICATE_NOT_LOADED = "certificate_not_loaded"
+    CERTIFICATE_RENEWED = "certificate_renewed"
+    CERTIFICATE_TRUSTED = "certificate_trusted"
 
 
 class Log:

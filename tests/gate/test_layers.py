@@ -74,6 +74,7 @@ ROOMS: Final = {
     "kubernetes/protocol": "",
     "kubernetes": "kubernetes/protocol",
     "kubernetes/dra": "kubernetes kubernetes/protocol",
+    "kubernetes/webhook": "kubernetes",
 }
 """The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 

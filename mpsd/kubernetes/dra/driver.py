@@ -81,7 +81,7 @@ class Driver(PodLeases):
     pause = 0.25  # a container may start long after its claim was prepared
 
     def __init__(self, program: Program, api_server: ApiServer) -> None:
-        """Read the prepared claims. Raises ConfigurationError."""
+        """Read the prepared claims, and remove CDI devices of others. Raises ConfigurationError."""
         super().__init__(program, None if program.settings.pod_events is When.NEVER else api_server)
         settings = self._settings
         self._api_server = api_server
@@ -99,19 +99,11 @@ class Driver(PodLeases):
             raise ConfigurationError(
                 f"{directory} cannot be used: {error.strerror or error}", hint="see kubelet_dir, and run it as root"
             ) from None
-
-    def begin(self) -> None:
-        """Remove CDI devices of no claim, or with another hook. Raises ConfigurationError.
-
-        A hook out of an image has another path in each container of that image. A device that is gone is replaced.
-        """
-        super().begin()
         try:
-            claims = {each.uid for each in self._store.all()}
-            self._devices.remove_all_but(claims, self._hook.program, unreadable=self._store.unreadable())
+            self._devices.remove_all_but({each.uid for each in self._store.all()} | self._store.unreadable())
         except OSError as error:
             raise ConfigurationError(
-                f"{self._settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
+                f"{settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
             ) from None
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
@@ -215,7 +207,7 @@ class Driver(PodLeases):
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],
             more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
             socket=str(settings.socket),
-            hook=self._hook.program,
+            hook=settings.hook,
             root=settings.cgroup_root,
         )
         self._devices.put(claim.uid, content)
@@ -251,7 +243,7 @@ class Driver(PodLeases):
         for share, lease in zip(claim.shares, leases, strict=True):
             user = self._user_of(share)
             is_claim = any(each["kind"] == "claim" for each in lease["holders"])
-            if not is_claim or group is None or (user is None and self._hook.program):
+            if not is_claim or group is None or (user is None and self._settings.hook):
                 continue
             taken_for = self._take_before_start(lease["id"], group, user)
             if taken_for is not None:
@@ -329,7 +321,7 @@ class Driver(PodLeases):
             case Release() | Renew():
                 self._end_or_renew(action)
             case Take(lease, claim):
-                if self._hook.program is None:  # otherwise the hook takes it
+                if not self._settings.hook:  # the hook takes it itself
                     self._take_for_program(lease, claim)
             case Join(lease, claim):
                 self._join(lease.held, claim)

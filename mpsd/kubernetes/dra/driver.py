@@ -40,6 +40,7 @@ from mpsd.core.kubernetes.settings import GpuDevices, When
 from mpsd.core.units import briefly
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
+from mpsd.kubernetes.dra.claim_status import ClaimStatus
 from mpsd.kubernetes.dra.prepared_claims import CdiDevices, PreparedStore
 from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
@@ -85,6 +86,7 @@ class Driver(PodLeases):
         super().__init__(program, None if program.settings.pod_events is When.NEVER else api_server)
         settings = self._settings
         self._api_server = api_server
+        self.status = ClaimStatus(program, api_server, self.told)
         self._free = threading.Condition()
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
@@ -201,6 +203,15 @@ class Driver(PodLeases):
 
     def _ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
         """Make sure that each share of a claim has a lease, write the CDI device, and return the leases."""
+        try:
+            leases = self._ensured(claim)
+        except MpsdError as error:
+            self.status.note(claim, error=error)
+            raise
+        self.status.note(claim, leases)
+        return leases
+
+    def _ensured(self, claim: PreparedClaim) -> list[LeaseAnswer]:
         settings = self._settings
         living = {each.number: each.held.lease for each in self._share_leases() if each.claim == claim.uid}
         leases = [
@@ -284,6 +295,7 @@ class Driver(PodLeases):
         self._devices.remove(claim.uid)
         self._store.remove(claim.uid)
         self._gone.pop(claim.uid, None)
+        self.status.forget(claim.uid)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
     # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
@@ -421,6 +433,7 @@ class Driver(PodLeases):
         if pending is not None:
             held = pending.lease.held._replace(uid=uid, pod=pending.lease.held.pod or claim.pods[0].uid)
             self._pending[lease] = Take(pending.lease._replace(held=held), claim)
+        self.status.note(claim)
         self._log.info(EventName.CONTAINER_HOLDS, lease=lease, claim=f"{claim.namespace}/{claim.name}", uid=uid)
 
     def _failed(self, action: Action, uid: str, error: MpsdError) -> None:
@@ -428,6 +441,8 @@ class Driver(PodLeases):
             name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
+            if claim is not None:
+                self.status.note(claim, error=error)
             for pod in () if claim is None else claim.pods:
                 self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, self.told(error))
 

@@ -51,6 +51,15 @@ class EventName(StrEnum):
     NODE_REPORTED = "node_reported"
     NODE_NOT_REPORTED = "node_not_reported"
     POD_EVENT_LOST = "pod_event_lost"
+    WEBHOOK_STARTED = "webhook_started"
+    WEBHOOK_ENDED = "webhook_ended"
+    SHARE_GIVEN = "share_given"
+    SHARE_NOT_GIVEN = "share_not_given"
+    REVIEW_FAILED = "review_failed"
+    CERTIFICATE_LOADED = "certificate_loaded"
+    CERTIFICATE_NOT_LOADED = "certificate_not_loaded"
+    CERTIFICATE_RENEWED = "certificate_renewed"
+    CERTIFICATE_TRUSTED = "certificate_trusted"
 
 
 class Log:

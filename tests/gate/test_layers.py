@@ -34,7 +34,7 @@ ROOMS: Final = {
     "core/metrics": "core core/mps core/admission",
     "core/doctor": "core core/mps",
     "core/containers": "core",
-    "core/kubernetes": "core core/configuration core/containers",
+    "core/kubernetes": "core core/configuration core/containers core/mps",
     "core/dra": "core core/containers core/kubernetes",
     "system": "",
     "system/files": "system",
@@ -74,6 +74,7 @@ ROOMS: Final = {
     "kubernetes/protocol": "",
     "kubernetes": "kubernetes/protocol",
     "kubernetes/dra": "kubernetes kubernetes/protocol",
+    "kubernetes/webhook": "kubernetes",
 }
 """The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 

@@ -235,6 +235,10 @@ class Settings:
         " long.",
     )
     cgroup_root: Path = row(Path("/"), parsers.path, "kubelet's `cgroupRoot`, where it has one.")
+    webhook_port: int = row(9443, parsers.whole(1, 65535), "TCP port of the webhook (`--webhook`).")
+    webhook_certificate: Path = row(
+        Path("/run/mpsd-webhook"), parsers.path, "Directory with `tls.crt` and `tls.key` of the webhook (`--webhook`)."
+    )
     log_format: LogFormat = row(
         LogFormat.AUTO, parsers.choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
     )

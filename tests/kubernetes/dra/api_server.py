@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,8 @@ class ApiServer:
     """The header Retry-After of the first refusal, after which the answers are correct."""
     forbidden: frozenset[str] = frozenset()
     """Methods that the service account may not use."""
+    after_get: Callable[[str], object] = lambda _: None
+    """Called with the path of each object that was read, before its reader has it."""
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     server: http.server.ThreadingHTTPServer | None = None
@@ -145,7 +147,9 @@ class ApiServer:
         is_dry = query == "dryRun=All"
         match method:
             case "GET" if path in self.objects:
-                return 200, self.objects[path]
+                found = self.objects[path]
+                self.after_get(path)
+                return 200, found
             case "DELETE" if path in self.objects:
                 del self.objects[path]
                 return 200, _status("")
@@ -154,6 +158,9 @@ class ApiServer:
             case "PUT" if path in self.objects and body is not None:
                 return self._replace(path, body)
             case "PATCH" if path in self.objects and body is not None and kind == "application/merge-patch+json":
+                version = self.objects[path]["metadata"]["resourceVersion"]
+                if body.get("metadata", {}).get("resourceVersion", version) != version:
+                    return 409, _status("the object has been modified")
                 return 200, self.put(path, merged(self.objects[path], body))
         return 404, _status(f'"{path}" not found')
 

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -27,13 +29,14 @@ from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
-from mpsd.core.kubernetes.settings import DOMAIN
+from mpsd.core.kubernetes.settings import DOMAIN, Settings
 from mpsd.kubernetes.api_server import ApiServer, Place
+from mpsd.kubernetes.node_report import Pace
 
 _GIB: Final = 1024
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _WRITERS: Final = 16
-_STEPS: Final = Steps(1, 256)
+_STEPS: Final = Steps(1, 256, 100)
 
 
 def gpus(number: int) -> list[Gpu]:
@@ -59,6 +62,11 @@ def states(number: int, shares: int) -> list[GpuState]:
     return [GpuState(each, pods) for each in gpus(number)]
 
 
+def annotation(number: int, shares: int) -> str:
+    """Return the annotation of a node with them."""
+    return node_state.annotation(states(number, shares), datetime.now(tz=UTC), 750)
+
+
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
     """Return the slice of a node."""
     found = Node(f"node-{node:04}.cluster.example.com", "0af54f2c-0000-4000-8000-00000000beef", DOMAIN, "anytime")
@@ -73,12 +81,33 @@ def sizes() -> None:
         size = len(json.dumps(document(0, number), separators=(",", ":")))
         print(f"  ResourceSlice, {number:2} GPUs: {size:6}  {size * 1000 / 2**20:6.1f} MiB")
     for number, shares in ((1, 4), (8, 4), (8, 20), (16, 48)):
-        size = len(node_state.annotation(states(number, shares)))
+        size = len(annotation(number, shares))
         print(f"  annotation, {number:2} GPUs with {shares:2} pods each: {size:6}  {size * 1000 / 2**20:6.1f} MiB")
     labels = node_state.labels(DOMAIN, states(8, 4), "dra", 570)
     print(f"  labels: {sum(len(name) + len(value or '') for name, value in labels.items())} in {len(labels)}")
     took = _seconds(lambda: [document(0, 8) for _ in range(200)]) / 200
     print(f"  to make and compare a slice of 8 GPUs: {took * 1e6:.0f} us")
+
+
+def rates(nodes: int, hours: int = 10) -> None:
+    """Print how often all nodes write and read, from the program's own pace, and the most in one second."""
+    interval = Settings().report_interval
+    ends = range(hours * 3600)
+    lasting, quiet = Counter[int](), Counter[int]()
+    for _ in range(nodes):
+        for counts in (lasting, quiet):
+            pace, now = Pace(interval), 0.0
+            while now < ends[-1]:
+                pace.spend(now)
+                counts[int(now)] += 1
+                now = pace.due if counts is lasting else pace.renewal
+    settled = ends[3600:]
+    for name, counts in (("pods change all the time", lasting), ("nothing changes", quiet)):
+        mean = sum(counts[each] for each in settled) / len(settled)
+        print(
+            f"  {nodes} nodes that start in the same second, {name}: {mean:.1f} writes a second after an hour, at most"
+            f" {max(counts[each] for each in settled)} in one"
+        )
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -107,7 +136,7 @@ def driver(seconds: float) -> None:
                 "MPSD_KUBERNETES_CDI_DIR": str(root / "cdi"),
             },
         )  # fmt: skip
-        _await((root / "kubelet/plugins/mpsd/dra.sock").exists)
+        _await((root / "kubelet/plugins" / DOMAIN / "dra.sock").exists)
         time.sleep(5)
         before = _cpu(plugin.pid), _cpu(service.pid)
         time.sleep(seconds)
@@ -211,7 +240,7 @@ def _answers(server: ApiServer) -> bool:
     return False
 
 
-def real(programs: Path, nodes: int, interval: float) -> None:
+def real(programs: Path, nodes: int) -> None:
     """Print the cost of the nodes for a real API server."""
     with (
         tempfile.TemporaryDirectory(prefix="mb-") as folder,
@@ -233,23 +262,18 @@ def real(programs: Path, nodes: int, interval: float) -> None:
 
         def patch(each: int) -> None:
             labels = node_state.labels(DOMAIN, states(8, 4), "dra", 570)
-            notes = {node_state.annotation_key(DOMAIN): node_state.annotation(states(8, 4))}
-            wanted = node_state.difference(server.node(f"node-{each:04}"), labels, notes)
-            assert wanted is not None
-            server.patch_node(f"node-{each:04}", wanted)
+            server.patch_node(f"node-{each:04}", node_state.patch(DOMAIN, labels, annotation(8, 4)))
 
         def look(each: int) -> None:
             server.document("GET", f"{_SLICES}/slice-{each}")
 
         for name, work in (
-            ("create its slice", create), ("read and replace it", replace), ("read and label the node", patch),
+            ("create its slice", create), ("read and replace it", replace), ("label the node", patch),
             ("look at the slice", look),
         ):  # fmt: skip
             _measure(name, work, nodes, pids)
         store = sum(path.stat().st_size for path in Path(folder, "etcd").rglob("*") if path.is_file())
         print(f"  etcd's files after that: {store / 2**20:.0f} MiB")
-        print(f"where pods change all the time: {nodes / interval:.0f} writes a second (interval {interval:g} s)")
-        print(f"looks at slices: {nodes / 60:.0f} a second; they are written when a GPU is held, drained or fails")
 
 
 def _configmap(node: int, generation: int) -> dict[str, object]:
@@ -287,9 +311,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long one driver is watched")
     options = parser.parse_args()
     sizes()
+    rates(options.nodes)
     driver(options.seconds)
     if options.kubernetes is not None:
-        real(options.kubernetes, options.nodes, 30.0)
+        real(options.kubernetes, options.nodes)
 
 
 if __name__ == "__main__":

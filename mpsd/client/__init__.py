@@ -50,8 +50,9 @@ class Api(Connection):
         """Return the node as metrics, as text; with `users` also those about the leases that the caller may see."""
         return self.text(f"/metrics?users={str(users).lower()}")
 
-    def gpus(self) -> "answer_types.Gpus":
-        return cast("answer_types.Gpus", self.get("/v1/gpus"))
+    def gpus(self, uid: int | None = None) -> "answer_types.Gpus":
+        """Return the GPUs; what is free of them is for the caller, or for this uid."""
+        return cast("answer_types.Gpus", self.get("/v1/gpus" if uid is None else f"/v1/gpus?uid={uid}"))
 
     def daemons(self) -> "answer_types.Daemons":
         return cast("answer_types.Daemons", self.get("/v1/daemons"))

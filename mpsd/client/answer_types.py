@@ -195,6 +195,15 @@ class Gpu(TypedDict):
     refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
     refused_kind: Annotated[str | None, words(Kind, more=True), about("The kind of that reason.")]
     impaired: Annotated[str | None, about("Why what runs on it may not be served; a held GPU serves its clients.")]
+    threads_free: Annotated[
+        float,
+        about(
+            "Percent that the next request of the user can have at once, within its quota: neither granted, nor used"
+            " without a lease, nor reserved for a request that waits. 0 where requests are refused."
+        ),
+    ]
+    memory_free: Annotated[int, about("Likewise, in bytes.")]
+    clients_free: Annotated[int, about("Likewise, in client places.")]
     hardware: Annotated[Hardware | None, about("Null for a GPU that cannot be read.")]
     users: Annotated[
         list[int],

@@ -216,13 +216,13 @@ def error_of(status: int, document: object) -> MpsdError:
     detail = str(detail or f"the answer was HTTP status {status} without a reason")
     hint = str(hint or f"check that the program that listens there is mpsd; otherwise, {_ANOTHER_SOCKET}")
     limit = None if limit is None else str(limit)
-    for known in catalogue():
-        if known.code == code:
-            return known(detail, hint=hint, limit=limit)
-    unknown = MpsdError(detail, hint=hint, limit=limit)
-    unknown.code = str(code or unknown.code)
-    unknown.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - errors of the caller
-    return unknown
+    kind = next((each for each in catalogue() if each.code == code), MpsdError)
+    error = kind(detail, hint=hint, limit=limit)
+    error.is_answer = True
+    if kind is MpsdError:
+        error.code = str(code or error.code)
+        error.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - errors of the caller
+    return error
 
 
 _PEER: Final = struct.Struct("iII")

@@ -13,6 +13,8 @@ class MpsdError(Exception):
     status = 500
     exit_code = 1
     retryable = False
+    is_answer = False
+    """Whether it is mpsd's answer to this program: its hint is then for users of mpsctl."""
 
     def __init__(self, detail: str, *, hint: str, limit: str | None = None) -> None:
         super().__init__(detail)

@@ -8,6 +8,7 @@ program.
 
 import base64
 import binascii
+import contextlib
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,14 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from mpsd.core.containers.cdi import PIPE_DIRECTORY, without_unasked
-from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError
+from mpsd.core.errors import (
+    ConfigurationError,
+    DaemonNotReadyError,
+    MpsdError,
+    NotPermittedError,
+    StoppingError,
+    UnreachableError,
+)
 from mpsd.core.kubernetes import claims, devices
 from mpsd.core.kubernetes.claims import Claimed, Held, Open, Release, Renew
 from mpsd.core.kubernetes.devices import KINDS, Container, Gpu, Kind, Numbers, Part
@@ -31,7 +39,7 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
 from mpsd.kubernetes.pod_events import PodName, Reason
-from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
+from mpsd.kubernetes.pod_leases import MOMENT, PodLeases
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -70,6 +78,8 @@ class Allocations(PodLeases):
         """The resources under which other plugins offer the same GPUs."""
         self._tried = set[str]()
         """Leases that mpsd refused to hand over since the last reconciliation."""
+        self._waits_until: dict[str, float] = {}
+        """By lease of a pod that was ending, the end of the wait for it (monotonic clock)."""
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
@@ -80,10 +90,15 @@ class Allocations(PodLeases):
         if self._settings.resources is Offer.THREADS_AND_MEMORY:
             return _answer(self._half(kind, gpu, numbers), gpu, self._settings)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
-        self._free(uuid, {kind: numbers})
-        lease = self._claim_for(gpu, {kind: numbers}, part)
-        variables = {**lease["env"], _ALLOCATION: secrets.token_hex(8)}
-        return _answer(variables, gpu, self._settings)
+        try:
+            self._free(uuid, {kind: numbers})
+            with self._mpsd.hurried(MOMENT):
+                lease = self._claim_for(gpu, {kind: numbers}, part, wait=0.0)
+        except (UnreachableError, StoppingError) as error:
+            # mpsd may be restarting: the lease is claimed before the container starts, which only that pod waits for.
+            self._log.warning(EventName.CONTAINER_NOT_CLAIMED, error, gpu=uuid, devices={kind: len(numbers)})
+            return _answer(self._limits(gpu, part, self._processes([numbers])), gpu, self._settings)
+        return _answer({**lease["env"], _ALLOCATION: secrets.token_hex(8)}, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
         """Prove that a container has its requested share, before it is created."""
@@ -107,7 +122,7 @@ class Allocations(PodLeases):
             raise refusal
         if found is None:
             self._free(uuid, container.numbers, container.pod)
-            lease = self._claim_for(gpu, container.numbers, part)
+            lease = self._claim_for(gpu, container.numbers, part, wait=settings.wait)
             self._check_same(container, lease)
         self._hold(container, group)
         share = {"gpu": uuid, "threads": part.percent, "mebibytes": part.mebibytes}
@@ -132,8 +147,17 @@ class Allocations(PodLeases):
             return {limit.variable: limit.for_client(Limits(threads, None))}
         memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes // divisor)
         limit = limits.PINNED_DEVICE_MEM_LIMIT
+        return {limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)), **self._place(gpu)}
+
+    def _limits(self, gpu: Gpu, part: Part, processes: int | str) -> dict[str, str]:
+        """Return the variables of a container whose lease is still to be claimed, as that will have them."""
+        number = processes if isinstance(processes, int) else 1
+        threads, memory = ActiveThreadPercentage(part.tenths // number), PinnedDeviceMemLimit(part.mebibytes // number)
+        return {**self._place(gpu), **limits.variables(Limits(threads, memory))}
+
+    def _place(self, gpu: Gpu) -> dict[str, str]:
+        """Return the variables of a container on a GPU, beside its limits."""
         return {
-            limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
             PIPE_DIRECTORY: gpu.pipe_directory,
             _DEVICES: gpu.uuid if self._settings.visible is Visible.UUID else str(limits.DEVICE),
             _ALLOCATION: secrets.token_hex(8),
@@ -157,12 +181,12 @@ class Allocations(PodLeases):
     def _free(self, gpu: str, numbers: Mapping[Kind, Numbers], pod: str | None = None) -> None:
         """End the leases of earlier containers with these devices: kubelet gives no device to two containers.
 
-        A claim was not taken, and a pod without a process has ended; for a pod with processes, this waits a while.
-        Within a pod, kubelet gives the devices of a finished init container to the later containers.
+        A claim was not taken, and a pod without a process has ended. For a pod with processes, which is ending, this
+        waits a while, once for each of its leases. Within a pod, kubelet gives the devices of a finished init container
+        to the later containers.
         """
-        end = clock.monotonic() + self._settings.wait
         while True:
-            with self._lock:
+            with self._mpsd.hurried(MOMENT) if pod is None else contextlib.nullcontext():
                 old = [
                     each.held
                     for each in self._mpsd.claimed()
@@ -178,18 +202,22 @@ class Allocations(PodLeases):
                         self._try(Release(each, "kubelet gives its devices to another container"))
             if not alive:
                 return
-            if clock.monotonic() > end or self._ended.wait(_PAUSE):
+            now = clock.monotonic()
+            end = max(self._waits_until.setdefault(each.lease, now + self._settings.wait) for each in alive)
+            if now > end or self._ended.wait(_PAUSE):
+                name = self._pod_name(alive[0].pod or "")
                 raise DaemonNotReadyError(
-                    f"pod {alive[0].pod} has had these devices, and processes of it still run",
+                    f"pod {alive[0].pod if name is None else '/'.join(name)} has had these devices, and processes of it"
+                    f" still run after {self._settings.wait:g} s",
                     hint="wait until that pod has ended",
                     limit="devices",
                 )
 
-    def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
+    def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part, *, wait: float) -> LeaseAnswer:
         settings, request = self._settings, f"{RESERVED}{secrets.token_hex(16)}"
         labels = claims.labels(numbers)
         more = {"labels": labels, "request_id": request, "visible": settings.visible}
-        lease = self._claim(gpu.uuid, part, settings.uid, self._processes(numbers.values()), **more)
+        lease = self._claim(gpu.uuid, part, settings.uid, self._processes(numbers.values()), wait=wait, **more)
         share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
         counts = {kind: len(each) for kind, each in numbers.items()}
         self._log.info(EventName.CONTAINER_CLAIMED, lease=lease["id"], **share, devices=counts)
@@ -224,6 +252,7 @@ class Allocations(PodLeases):
             self._report_lost(each.held for each in leases)
             known = {each.held.lease for each in leases}
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
+            self._waits_until = {lease: end for lease, end in self._waits_until.items() if lease in known}
             self._forget_all_but(known)
             self._tried.clear()
             if containers is None:
@@ -291,7 +320,7 @@ class Allocations(PodLeases):
         if self._is_new(held.lease, error):
             facts = self._facts_of(container)
             self._log.error(EventName.CONTAINER_NOT_HELD, error, lease=held.lease, **facts, uid=uid)
-            message = f"container {container.name}: {told_to_users(error)}"
+            message = f"container {container.name}: {self.told(error)}"
             self.events.warn(container.pod, Reason.LEASE_NOT_HELD, message)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:
@@ -300,12 +329,20 @@ class Allocations(PodLeases):
         self._log.info(EventName.CONTAINER_HOLDS, lease=lease, **self._facts_of(container), uid=uid)
 
     def _facts_of(self, container: Container) -> dict[str, object]:
-        return {"pod": container.pod, "container": container.name, "name": self._kubelet.name_of(container)}
+        name = self._pod_name(container.pod)
+        full = None if name is None else f"{name.namespace}/{name.name}/{container.name}"
+        return {"pod": container.pod, "container": container.name, "name": full}
 
-    def _pod_name(self, pod: str) -> PodName | None:
-        names = (self._kubelet.name_of(each) for each in self._recorded() or () if each.pod == pod)
-        name = next(filter(None, names), None)
-        return None if name is None else PodName(*name.split("/")[:2])
+    def _pod_names(self, seconds: float) -> dict[str, PodName]:
+        try:
+            return {pod: PodName(*name) for pod, name in self._kubelet.pod_names(seconds).items()}
+        except (OSError, ValueError):  # `_recorded` logs it
+            return {}
+
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        numbers = claims.devices_of(lease["labels"])
+        own = (each for each in self._recorded() or () if each.pod == pod and [each.gpu] == lease["gpus"])
+        return next((f"container {each.name}" for each in own if each.numbers == numbers), "")
 
     def _try(self, action: Release | Renew) -> None:
         """Do an action; one that mpsd refuses is decided again by the next reconciliation."""
@@ -313,6 +350,13 @@ class Allocations(PodLeases):
             self._end_or_renew(action)
         except MpsdError as error:
             self._log.warning(EventName.LEASE_NOT_CHANGED, error, lease=action.held.lease)
+
+    def recorded(self, kind: Kind) -> dict[str, Numbers]:
+        """Return the devices of a kind that kubelet's record has for containers, by GPU."""
+        found = dict[str, Numbers]()
+        for each in self._recorded() or ():
+            found[each.gpu] = found.get(each.gpu, frozenset()) | each.numbers.get(kind, frozenset())
+        return found
 
     def _recorded(self) -> list[Container] | None:
         """Return kubelet's record, for tasks beside its calls; None where it cannot be read."""

@@ -144,10 +144,7 @@ class ApiServer:
 
     def node(self, name: str) -> Document:
         """Return a Node. Raises NotFoundError."""
-        try:
-            return self.document("GET", f"/api/v1/nodes/{_segment(name)}")
-        except NotFoundError:
-            raise NotFoundError(f"there is no Node {name}", hint="see the node setting of mpsd-kubernetes") from None
+        return self.document("GET", f"/api/v1/nodes/{_segment(name)}")
 
     def patch_node(self, name: str, patch: Document) -> None:
         """Merge a patch into a Node. Raises NotFoundError."""
@@ -187,14 +184,15 @@ class ApiServer:
     def _once(self, method: str, path: str, body: Document | None, what: str) -> bytes:
         """Make one attempt. Raises ApiServerAwayError where another attempt may succeed."""
         try:
-            status, answer = self._exchange(method, path, body)
+            status, answer, after = self._exchange(method, path, body)
         except (OSError, http.client.HTTPException) as error:
             raise retry.ApiServerAwayError(text(str(error) or type(error).__name__)) from None
         if status < 300:  # noqa: PLR2004 - HTTP: success
             return answer
-        raise _refusal(status, answer, f"{method} of {what}")
+        raise _refusal(status, answer, after, f"{method} of {what}")
 
-    def _exchange(self, method: str, path: str, body: Document | None) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, body: Document | None) -> tuple[int, bytes, float]:
+        """Return the status, the body, and the seconds after which the server wants to be asked again."""
         end = clock.monotonic() + _ATTEMPT
         context = ssl.create_default_context(cafile=os.fspath(self._place.account / "ca.crt"))
         connection = http.client.HTTPSConnection(self._place.host, self._place.port, timeout=_ATTEMPT, context=context)
@@ -206,7 +204,8 @@ class ApiServer:
         try:
             connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
             answer = connection.getresponse()
-            return answer.status, _read(answer, end)
+            after = answer.headers.get("Retry-After", "")
+            return answer.status, _read(answer, end), float(after) if after.isdecimal() else 0.0
         finally:
             connection.close()
 
@@ -216,10 +215,12 @@ class ApiServer:
             return file.read(_TOKEN_BYTES).strip()
 
 
-def _refusal(status: int, answer: bytes, what: str) -> Exception:
+def _refusal(status: int, answer: bytes, after: float, what: str) -> Exception:
     because = _message(answer) or f"HTTP status {status}"
     if status == _NOT_FOUND:
-        return NotFoundError(f"{what}: {because}", hint="see whether it exists: kubectl get")
+        return NotFoundError(
+            f"{what}: {because}", hint="see whether it exists: kubectl get; the setting `node` names the Node"
+        )
     if status == _CONFLICT:
         return ConflictError(because)
     if status in {401, 403}:
@@ -229,7 +230,7 @@ def _refusal(status: int, answer: bytes, what: str) -> Exception:
             limit="rbac",
         )
     if status == _TOO_MANY or status >= _ERRORS:
-        return retry.ApiServerAwayError(because)
+        return retry.ApiServerAwayError(because, after)
     return InternalError(f"the API server rejects {what}: {because}", hint="report this, with Kubernetes' release")
 
 

@@ -7,14 +7,13 @@ from typing import Final, TypeVar
 import grpc
 
 from mpsd.core.errors import CapacityError, MpsdError, UnreachableError
-from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes import capacity, devices
 from mpsd.core.kubernetes.devices import Kind
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.wire import Socket
 from mpsd.system import clock
@@ -27,6 +26,8 @@ _THREADS: Final = 8
 _ALONE: Final = 5.0
 """Seconds without a call that follows the devices after which the resource is registered again."""
 
+_HEALTH: Final = {True: "Healthy", False: "Unhealthy"}
+
 _OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 
@@ -37,8 +38,7 @@ class Endpoint(Part):
         """`variant` is a position in the setting `processes`."""
         super().__init__(program)
         self._kind = kind
-        self._first = variant * self._settings.most_devices
-        """The number of its first device on each GPU."""
+        self._variant = variant
         self._kubelet = kubelet
         self._allocations = allocations
         self.resource = devices.resource_name(kind, self._settings, variant)
@@ -112,14 +112,20 @@ class Endpoint(Part):
     ) -> Iterator[deviceplugin.ListAndWatchResponse]:
         context.add_callback(self._board.wake)
         self._count(1)
+        before: deviceplugin.ListAndWatchResponse | None = None
         try:
             for gpus in self._board.changes(lambda: not context.is_active()):
+                recorded = self._allocations.recorded(self._kind)
                 answer = deviceplugin.ListAndWatchResponse()
                 for gpu in gpus.values():
-                    for number in range(devices.count(self._kind, gpu, self._settings)):
-                        name = devices.device_id(gpu.uuid, self._first + number)
-                        answer.devices.add(id=name, health="Unhealthy" if gpu.because else "Healthy")
-                yield answer
+                    own = recorded.get(gpu.uuid, frozenset())
+                    healthy = capacity.healthy(self._kind, self._variant, gpu, own, self._settings)
+                    for number in devices.numbers(self._kind, self._variant, gpu, self._settings):
+                        name, health = devices.device_id(gpu.uuid, number), _HEALTH[number in healthy]
+                        answer.devices.add(id=name, health=health)
+                if answer != before:
+                    yield answer
+                before = answer
         finally:
             self._count(-1)
 
@@ -162,5 +168,5 @@ class Endpoint(Part):
                 code = grpc.StatusCode.RESOURCE_EXHAUSTED
             elif isinstance(error, UnreachableError):
                 code = grpc.StatusCode.UNAVAILABLE
-            context.abort(code, told_to_users(error))
+            context.abort(code, self._allocations.told(error))
             raise AssertionError from None  # `abort` does not return

@@ -26,9 +26,6 @@ from mpsd.system.processes.control_groups import OpenGroup
 
 VERSION: Final = "v1beta1"
 
-_NAMES: Final = 1.0
-"""Seconds for kubelet to return a container's name, which is for output only."""
-
 
 class Kubelet:
     def __init__(self, settings: Settings) -> None:
@@ -78,30 +75,33 @@ class Kubelet:
         self.containers()
         return devices.others(self._registered, gpus, self._settings)
 
-    def name_of(self, container: Container) -> str | None:
-        """Return a container's name, NAMESPACE/POD/CONTAINER, from PodResources; None where that does not say."""
+    def pod_names(self, deadline: float) -> dict[str, tuple[str, str]]:
+        """Return the namespaces and names of the pods with devices, by uid; of none where PodResources does not answer.
+
+        Raises OSError and ValueError for a record that cannot be read.
+        """
         try:
-            variant = devices.variant_of(container.numbers.values(), self._settings)
-        except InvalidRequestError:
-            return None
-        wanted = {
-            devices.resource_name(kind, self._settings, variant): {
-                devices.device_id(container.gpu, each) for each in numbers
-            }
-            for kind, numbers in container.numbers.items()
-        }
-        try:
-            answer = wire.ask(self._pods, wire.LIST_PODS, podresources.ListPodResourcesRequest(), deadline=_NAMES)
+            answer = wire.ask(self._pods, wire.LIST_PODS, podresources.ListPodResourcesRequest(), deadline=deadline)
         except grpc.RpcError:
-            return None
-        for pod in answer.pod_resources:
-            for each in pod.containers:
-                had: dict[str, set[str]] = {}
-                for part in each.devices:  # one entry per NUMA node
-                    had.setdefault(part.resource_name, set()).update(part.device_ids)
-                if wanted == {name: ids for name, ids in had.items() if name in wanted}:
-                    return f"{pod.namespace}/{pod.name}/{each.name}"
-        return None
+            return {}
+        kinds = devices.own_resources(self._settings)
+        had = {
+            (each.name, kinds.get(part.resource_name), device): (pod.namespace, pod.name)
+            for pod in answer.pod_resources
+            for each in pod.containers
+            for part in each.devices  # one entry per NUMA node
+            for device in part.device_ids
+        }
+        names = dict[str, tuple[str, str]]()
+        for container in self.containers() or ():
+            found = {
+                had.get((container.name, kind, device))
+                for kind, numbers in container.numbers.items()
+                for device in (devices.device_id(container.gpu, each) for each in numbers)
+            }
+            if len(found) == 1 and (name := found.pop()) is not None:
+                names[container.pod] = name
+        return names
 
 
 # -- the pods, by the kernel's facts -----------------------------------------------------------------------------------

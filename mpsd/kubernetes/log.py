@@ -29,6 +29,7 @@ class EventName(StrEnum):
     MPSD_UNREACHABLE = "mpsd_unreachable"
     MPSD_ANSWERS = "mpsd_answers"
     CHECKPOINT_UNREADABLE = "checkpoint_unreadable"
+    CONTAINER_NOT_CLAIMED = "container_not_claimed"
     CONTAINER_CLAIMED = "container_claimed"
     CONTAINER_REFUSED = "container_refused"
     CONTAINER_STARTS = "container_starts"

@@ -1,17 +1,20 @@
 """mpsd as this program calls it: by mpsd's own client, with retries during a restart."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from mpsd.client import Api
 from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
-from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
+from mpsd.core.dra.prepared import share_of
+from mpsd.core.errors import NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
+from mpsd.core.kubernetes.capacity import Use
 from mpsd.core.kubernetes.claims import Claimed, Held
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.devices import Gpu, Kind, Numbers, Part
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.model import Health
 from mpsd.core.units import MIB
@@ -30,14 +33,11 @@ PATIENCE: Final = 10.0
 
 _PAUSE: Final = 0.2
 
-_LOOK: Final = 10.0
-"""Seconds without an event, and also among events, after which mpsd is asked again: it may have stopped, and a reason
-may have other words."""
-
-_TELLING: Final = frozenset({"gpu_admission", "gpu_found", "settings_reloaded"})
-"""The events after which the GPUs to offer, or mpsd's verdict on one of them, may be others."""
 _ANSWER: Final = 10.0
 """Seconds for an answer, in addition to the wait that the request contains."""
+
+_INSTANT: Final = 0.001
+"""Seconds for an answer that would come too late."""
 
 
 class Mpsd:
@@ -50,39 +50,39 @@ class Mpsd:
         """`ended` is set when this program ends: all waits then end."""
         self._settings, self._socket = settings, str(settings.socket)
         self._ended = ended
+        self._hurry = threading.local()
 
-    def seen(self) -> list[Gpu]:
-        """Return the GPUs that mpsd reports, with their control daemons; makes one attempt only."""
+    @contextlib.contextmanager
+    def hurried(self, seconds: float) -> Iterator[None]:
+        """Have the calls of this thread, within the block, end after these seconds in all."""
+        self._hurry.end = clock.monotonic() + seconds
+        try:
+            yield
+        finally:
+            del self._hurry.end
+
+    def seen(self) -> list[tuple[Gpu, Use | None]]:
+        """Return the GPUs that mpsd reports, with their use; makes one attempt only.
+
+        The use is None where it was another one by the second of mpsd's answers.
+        """
         with Api(self._socket, deadline=_ANSWER) as api:
             daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
-            return [
-                _gpu(each, daemons[uuid])
-                for each in api.gpus()["gpus"]
-                if (uuid := each["uuid"]) is not None and uuid in daemons
-            ]
+            gpus, leases = api.gpus(self._settings.uid)["gpus"], api.leases()["leases"]
+        now = clock.now()
+        held = [each for each in leases if claims.held(each, now, self._settings) is not None]
+        return [
+            (_gpu(each, daemons[uuid]), _use(each, held) if _is_granted(each, leases) else None)
+            for each in gpus
+            if (uuid := each["uuid"]) is not None and uuid in daemons
+        ]
 
-    def await_change(self, after: int) -> int:
-        """Wait for an event that changes what can be granted, or for some seconds; return the last event's number.
-
-        Afterwards the caller must query mpsd: a stopped mpsd keeps its connections open and sends nothing.
-        """
-        end = clock.monotonic() + _LOOK
-        try:
-            with Api(self._socket, deadline=_ANSWER) as api:
-                for _, event in api.lines(f"/v1/events?after={after}&follow=true", silence=_LOOK):
-                    name, number = _event(event)
-                    after = max(after, number)
-                    if name in _TELLING or clock.monotonic() >= end:
-                        return after
-        except UnreachableError:
-            return after
-        except InvalidRequestError:  # mpsd no longer has the event `after`
-            return self.latest_event()
-        return after
-
-    def latest_event(self) -> int:
+    def events_to_come(self, heartbeat: int) -> Iterator[object]:
+        """Yield mpsd's further events, and after so many seconds without one, a heartbeat."""
+        path = f"/v1/events?after=latest&follow=true&heartbeat={heartbeat}"
         with Api(self._socket, deadline=_ANSWER) as api:
-            return max((_event(event)[1] for _, event in api.lines("/v1/events?after=0&follow=false")), default=0)
+            for _, event in api.lines(path, silence=heartbeat + _ANSWER):
+                yield event
 
     def claimed(self) -> list[Claimed]:
         """Return the leases that are for containers of Kubernetes."""
@@ -110,7 +110,8 @@ class Mpsd:
 
     def admit(self, request: Mapping[str, object], wait: float) -> LeaseAnswer:
         """Request a lease; a repeated request with the same `request_id` returns the same lease."""
-        return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
+        deadline = None if hasattr(self._hurry, "end") else wait + _ANSWER
+        return self._patiently(lambda api: api.admit(request, deadline=deadline))
 
     def take(self, lease: str, group: str, user: tuple[int, int]) -> None:
         """Let the control group of a pod take a claim for a user, for as long as the group exists.
@@ -121,6 +122,11 @@ class Mpsd:
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
         token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
         self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
+
+    def add_holder(self, lease: str, group: str) -> None:
+        """Let the control group of a further pod hold a lease, too, for as long as the group exists."""
+        holder = {"cgroup": group, "while": "exists"}
+        self._patiently(lambda api: api.hold(lease, holder, deadline=2 * _ANSWER))
 
     def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
         """Set the remaining time of a claim, or turn a lease into a claim for this uid."""
@@ -136,23 +142,16 @@ class Mpsd:
             return  # the lease has ended already
 
     def _patiently(self, ask: Callable[[Api], T]) -> T:
-        end = clock.monotonic() + PATIENCE
+        hurry: float | None = getattr(self._hurry, "end", None)
+        end = clock.monotonic() + PATIENCE if hurry is None else hurry
         while True:
+            deadline = _ANSWER if hurry is None else max(hurry - clock.monotonic(), _INSTANT)
             try:
-                with Api(self._socket, deadline=_ANSWER) as api:
+                with Api(self._socket, deadline=deadline) as api:
                     return ask(api)
             except (UnreachableError, StoppingError) as error:
                 if not error.retryable or clock.monotonic() > end or self._ended.wait(_PAUSE):
                     raise
-
-
-def _event(event: object) -> tuple[str, int]:
-    """Return the name and the number of an event."""
-    match event:
-        case {"event": str(name), "seq": int(number)}:
-            return name, number
-        case _:
-            return "", 0
 
 
 def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
@@ -172,6 +171,30 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
         tenths=int(gpu["threads_total"] * 10),
         hardware=gpu.get("hardware"),
     )
+
+
+def _is_granted(gpu: "answer_types.Gpu", leases: Iterable[LeaseAnswer]) -> bool:
+    """Tell whether a GPU's sums are those of these leases; an mpsd of an earlier release does not tell what is free."""
+    shares = [share for each in leases for share in each["shares"] if share["gpu"] == gpu["uuid"]]
+    threads = sum(round(each["active_thread_percentage"] * 10) for each in shares)
+    memory = sum(each["pinned_device_mem_limit"] for each in shares)
+    is_told = gpu.get("threads_free", -1.0) >= 0
+    return is_told and (threads, memory) == (round(gpu["threads_granted"] * 10), gpu["memory_granted"])
+
+
+def _use(gpu: "answer_types.Gpu", leases: Iterable[LeaseAnswer]) -> Use:
+    """Return what pods have of a GPU by these leases, and what is free."""
+    tenths = mebibytes = 0
+    numbers = dict[Kind, Numbers]()
+    for lease in (each for each in leases if each["gpus"] == [gpu["uuid"]]):
+        if share_of(lease["request_id"]) is not None:
+            (share,) = lease["shares"]
+            tenths += round(share["active_thread_percentage"] * 10)
+            mebibytes += share["pinned_device_mem_limit"] // MIB
+        for kind, each in (claims.devices_of(lease["labels"]) or {}).items():
+            numbers[kind] = numbers.get(kind, frozenset()) | each
+    free = Part(round(gpu["threads_free"] * 10), gpu["memory_free"] // MIB)
+    return Use(free, gpu["clients_free"], Part(tenths, mebibytes), numbers)
 
 
 def _claimed(lease: LeaseAnswer, held: Held) -> Claimed | None:

@@ -1,12 +1,13 @@
 """The thread that keeps this node's labels and its annotation at the API server up to date.
 
-It writes only changes, and waits between two writes: a thousand nodes with constantly changing pods make at most a
-thousand writes in that time. Nothing else waits for this thread, and an unavailable API server costs one line of the
-log.
+A thousand nodes with constantly changing pods must not occupy the API server, and each write of a Node is sent to all
+that watch Nodes. A change after a quiet time is written at once; lasting changes are written once in some intervals
+(`Pace`). Without a change the annotation is renewed now and then, since its age tells whether this program still
+runs. Nothing else waits for this thread, and an unavailable API server costs one line of the log.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, ParamSpec
 
 from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state
@@ -14,17 +15,43 @@ from mpsd.core.kubernetes.claims import Held
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 from mpsd.core.units import MIB
-from mpsd.kubernetes.api_server import ApiServer, ConflictError
+from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.system import clock
+from mpsd.system import clock, retry
+
+P = ParamSpec("P")
 
 _LOOK: Final = 1.0
 """Seconds between two queries to mpsd, once the next write is due."""
 
-_AGAIN: Final = 600.0
-"""Seconds after which the Node is read again, since others may have changed it."""
+_LASTING: Final = 10
+"""Intervals per write where changes last, and `_BURST` writes in advance."""
+
+_BURST: Final = 4
+
+_RENEWAL: Final = 600.0
+"""Seconds after which the annotation is written again without a change."""
+
+
+class Pace:
+    """When the next write may be: an interval after the last one, and in the long run `_LASTING` intervals."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._paid_until = 0.0
+        self.due = 0.0
+        """When the next change may be written."""
+        self.renewal = 0.0
+        """When the annotation is written without a change."""
+
+    def spend(self, now: float) -> None:
+        """Count an attempt to write."""
+        lasting = _LASTING * self._interval
+        self._paid_until = max(self._paid_until, now) + retry.jittered(lasting)
+        self.due = max(now + retry.jittered(self._interval), self._paid_until - _BURST * lasting)
+        self.renewal = now + retry.jittered(max(_RENEWAL, self._interval))
 
 
 class NodeReport(Part):
@@ -33,44 +60,48 @@ class NodeReport(Part):
     def __init__(self, program: Program, api_server: ApiServer) -> None:
         super().__init__(program)
         self._api_server = api_server
-        self._written: tuple[dict[str, str | None], dict[str, str]] | None = None
+        self._written: tuple[dict[str, str | None], list[GpuState]] | None = None
 
     def run(self) -> None:
-        """Write until the program ends."""
-        next_write = read_at = 0.0
+        """Write until the program ends; then remove what was written, since nothing is offered here any more."""
+        pace = Pace(self._settings.report_interval)
         while not self._ended.wait(_LOOK):
             gpus, now = self._board.gpus, clock.monotonic()
-            if not gpus or now < next_write:
-                continue
-            if now - read_at > _AGAIN:
-                self._written, read_at = None, now
-            try:
-                if self._look(gpus.values()):
-                    next_write = clock.monotonic() + self._settings.report_interval
-            except (MpsdError, ConflictError) as error:
-                if self._log.is_new("node", str(error)):
-                    code = error.code if isinstance(error, MpsdError) else "conflict"
-                    node = self._settings.node
-                    self._log.warning(EventName.NODE_NOT_REPORTED, node=node, code=code, because=str(error))
-                next_write = clock.monotonic() + self._settings.report_interval
+            if gpus and now >= pace.due:
+                self._try(self._look, gpus.values(), pace)
+        self._try(self._write, node_state.removal(self._settings.domain))
 
-    def _look(self, gpus: Collection[Gpu]) -> bool:
-        """Write the changes, and return whether the API server was called."""
+    def _try(self, work: Callable[P, None], *arguments: P.args, **none: P.kwargs) -> None:
+        try:
+            work(*arguments, **none)
+        except (MpsdError, ConflictError) as error:
+            if self._log.is_new("node", str(error)):
+                code = error.code if isinstance(error, MpsdError) else "conflict"
+                node = self._settings.node
+                self._log.warning(EventName.NODE_NOT_REPORTED, node=node, code=code, because=str(error))
+
+    def _look(self, gpus: Collection[Gpu], pace: Pace) -> None:
+        """Write labels and annotation, if they have changed, or are to be renewed."""
         leases = self._mpsd.leases()
         states = [_state(each, leases) for each in gpus]
         branches = {each.driver for each in gpus}
         domain, branch = self._settings.domain, branches.pop() if len(branches) == 1 else None
-        labels = node_state.labels(domain, states, self._settings.resources, branch)
-        wanted = labels, {node_state.annotation_key(domain): node_state.annotation(states)}
-        if wanted == self._written:
-            return False
-        patch = node_state.difference(self._api_server.node(self._settings.node), *wanted)
-        if patch is not None:
-            self._api_server.patch_node(self._settings.node, patch)
-            self._log.info(EventName.NODE_REPORTED, node=self._settings.node, labels=labels)
+        wanted = node_state.labels(domain, states, self._settings.resources, branch), states
+        now, is_changed = clock.monotonic(), wanted != self._written
+        if not is_changed and now < pace.renewal:
+            return
+        pace.spend(now)
+        note = node_state.annotation(
+            states, clock.now(), retry.MOST_JITTER * max(_RENEWAL, self._settings.report_interval)
+        )
+        self._write(node_state.patch(domain, wanted[0], note))
+        if is_changed:
+            self._log.info(EventName.NODE_REPORTED, node=self._settings.node, labels=wanted[0])
         self._written = wanted
+
+    def _write(self, patch: Document) -> None:
+        self._api_server.patch_node(self._settings.node, patch)
         self._log.solved("node")
-        return True
 
 
 def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuState:
@@ -84,4 +115,4 @@ def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuSt
         for share in lease["shares"]
         if share["gpu"] == gpu.uuid
     ]
-    return GpuState(gpu, shares)
+    return GpuState(gpu, sorted(shares))

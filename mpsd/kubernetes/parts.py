@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError
-from mpsd.core.kubernetes import devices
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes import capacity, devices
+from mpsd.core.kubernetes.capacity import Level, Use
+from mpsd.core.kubernetes.devices import Gpu, Kind
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.kubernetes.pod_reader import PodReader
 from mpsd.system import clock
 
-_RETRY: Final = 0.5
-"""Seconds until the next query to an mpsd that does not answer."""
+_LOOK: Final = 1.0
+"""Seconds between two queries to mpsd: kubelet reports changes of the devices every 10 s."""
 
 
 class Board:
@@ -100,28 +101,24 @@ class GpuFollower(Part):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self._silent_since: float | None = None
+        self._levels: dict[tuple[str, tuple[Kind, int]], Level] = {}
 
     def run(self) -> None:
-        """Update the board after each event that mpsd logs, until the program ends.
+        """Update the board each second, until the program ends.
 
         Raises ConfigurationError where the node cannot be offered as configured.
         """
-        after: int | None = None
         while not self._ended.is_set():
             try:
-                if after is None:
-                    after = self._mpsd.latest_event()
                 self._show()
-                after = self._mpsd.await_change(after)
             except ConfigurationError:
                 raise
             except MpsdError as error:
-                after = None
                 self._miss(error)
-                self._ended.wait(_RETRY)
+            self._ended.wait(_LOOK)
 
     def _show(self) -> None:
-        gpus = devices.offered(self._mpsd.seen(), self._board.gpus)
+        gpus = devices.offered([self._counted(*each) for each in self._mpsd.seen()], self._board.gpus)
         try:
             devices.check_node(gpus.values(), self._settings)
         except ConfigurationError as error:
@@ -133,6 +130,19 @@ class GpuFollower(Part):
             self._silent_since = None
             self._log.info(EventName.MPSD_ANSWERS)
         self._put(devices.of_one_gpu(gpus, self._settings))
+
+    def _counted(self, gpu: Gpu, use: Use | None) -> Gpu:
+        """Return a GPU with what Kubernetes can count on: as before, while mpsd refuses all requests for it."""
+        before = self._board.gpus.get(gpu.uuid, gpu)
+        if use is None:
+            return gpu._replace(counts=before.counts, numbers=before.numbers)
+        if not gpu.because:
+            now = clock.monotonic()
+            for resource, found in capacity.counted(gpu, use, self._settings).items():
+                level = self._levels.get((gpu.uuid, resource), Level(found))
+                self._levels[gpu.uuid, resource] = level.follow(found, now, capacity.LASTING)
+        counts = {resource: level.number for (uuid, resource), level in self._levels.items() if uuid == gpu.uuid}
+        return gpu._replace(counts=counts, numbers=use.numbers)
 
     def _miss(self, error: MpsdError) -> None:
         now = clock.monotonic()
@@ -147,7 +157,7 @@ class GpuFollower(Part):
         if not self._board.put(gpus):
             return
         for uuid, gpu in gpus.items():
-            if before.get(uuid) != gpu:
+            if before.get(uuid, gpu)._replace(numbers=gpu.numbers) != gpu or uuid not in before:
                 log = self._log.warning if gpu.because else self._log.info
                 log(
                     EventName.DEVICES_CHANGED,
@@ -155,4 +165,5 @@ class GpuFollower(Part):
                     healthy=not gpu.because,
                     because=gpu.because or "mpsd grants leases on it",
                     mebibytes=gpu.mebibytes,
+                    devices=list(gpu.counts.values()),
                 )

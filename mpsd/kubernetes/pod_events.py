@@ -41,6 +41,12 @@ class Reason(StrEnum):
     """The user of a container has no lease, so its program cannot use the GPU."""
     SERVER_LOST = "ServerLost"
     """The MPS server of a container's processes has ended, so all their calls of CUDA fail."""
+    UNDECLARED_PROCESS = "UndeclaredProcess"
+    """A container runs more CUDA processes than its share is for."""
+    MEMORY_OVER_SHARE = "MemoryOverShare"
+    """The processes of a container hold more memory of the GPU together than its share."""
+    SHARE_VIOLATED = "ShareViolated"
+    """Any other violation of a share."""
 
 
 class PodEvent(NamedTuple):

@@ -6,12 +6,15 @@ the container starts for the user that is known or most likely, and again once t
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
+from typing import Final
 
-from mpsd.core import health
-from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotPermittedError, UnreachableError
+from mpsd.core.errors import DoesNotFitError, MpsdError, NotPermittedError, UnreachableError
+from mpsd.core.kubernetes import refusals
 from mpsd.core.kubernetes.claims import ROOT, Held, Release, Renew
 from mpsd.core.kubernetes.devices import Part as Share
+from mpsd.core.kubernetes.refusals import Taken
+from mpsd.core.units import MIB
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.kubelet import User
@@ -19,6 +22,12 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
 from mpsd.kubernetes.pod_events import PodEvents, PodName, Reason
+
+MOMENT: Final = 0.25
+"""Seconds for each answer while kubelet waits: it admits no pod meanwhile, not even one without a GPU."""
+
+_NAMES: Final = 1.0
+"""Seconds for the names of pods elsewhere."""
 
 
 class PodLeases(Part, ABC):
@@ -51,10 +60,43 @@ class PodLeases(Part, ABC):
         """Let pods take the leases of those containers whose program runs by now."""
 
     @abstractmethod
-    def _pod_name(self, pod: str) -> PodName | None:
-        """Return the name of a pod by its uid; None where it is unknown."""
+    def _pod_names(self, seconds: float) -> Mapping[str, PodName]:
+        """Return the names of pods by their uids, as far as they are known within this time."""
 
-    def _claim(self, gpu: str, share: Share, uid: int | None, processes: int | str, **more: object) -> LeaseAnswer:
+    @abstractmethod
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        """Say which container or claim of a pod a lease is for; empty where that is unknown."""
+
+    def _pod_name(self, pod: str) -> PodName | None:
+        return self._pod_names(_NAMES).get(pod)
+
+    def told(self, error: MpsdError) -> str:
+        """Return a refusal in words for the author of a pod."""
+        try:
+            with self._mpsd.hurried(MOMENT):
+                leases = self._mpsd.leases()
+        except MpsdError:
+            return refusals.told(error, {})
+        names = {pod: "/".join(name) for pod, name in self._pod_names(MOMENT).items()}
+        by_lease = {
+            each["id"]: "that is starting" if held.pod is None else names.get(held.pod, held.pod)
+            for each, held in leases
+            if held is not None
+        }
+        taken = [
+            Taken(
+                by_lease.get(each["id"], ""),
+                Share(round(share["active_thread_percentage"] * 10), share["pinned_device_mem_limit"] // MIB),
+            )
+            for each, _ in leases
+            for share in each["shares"]
+            if isinstance(error, DoesNotFitError) and share["gpu"] == error.gpu
+        ]
+        return refusals.told(error, by_lease, taken)
+
+    def _claim(
+        self, gpu: str, share: Share, uid: int | None, processes: int | str, *, wait: float, **more: object
+    ) -> LeaseAnswer:
         """Claim a lease for a user, if it is known. Raises mpsd's refusal."""
         settings = self._settings
         request = {
@@ -62,11 +104,15 @@ class PodLeases(Part, ABC):
             "memory": f"{share.mebibytes}MiB",
             "gpu": gpu,
             "processes": processes,
-            "wait": settings.wait,
+            "wait": wait,
             "holder": {"claim": {"deadline": settings.claim_deadline, **({} if uid is None else {"uid": uid})}},
             **more,
         }
-        return self._mpsd.admit(request, settings.wait)
+        try:
+            return self._mpsd.admit(request, wait)
+        except DoesNotFitError as error:
+            error.gpu = gpu
+            raise
 
     def _take_before_start(self, lease: str, group: str, uid: int | None) -> int | None:
         """Let a pod take a claim before its container starts, so that the limits are open when its program starts.
@@ -137,13 +183,3 @@ class PodLeases(Part, ABC):
 
     def _forget_all_but(self, known: Collection[str]) -> None:
         self._said = {about: because for about, because in self._said.items() if about in known}
-
-
-def told_to_users(error: MpsdError) -> str:
-    """Return a refusal for a pod's event, without what mpsd tells an administrator alone; the log has all of it."""
-    hint = error.hint
-    if isinstance(error, CapacityError) and error.limit in health.LIMITS:
-        hint = health.REFUSED_HINT
-    elif isinstance(error, DoesNotFitError):
-        hint = hint.partition("; ")[0]  # mpsd names the leases that are in the way after it
-    return f"{error.detail} [{error.code}]; {hint}"

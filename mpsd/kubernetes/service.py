@@ -7,6 +7,7 @@ kubelet is registered with at once. Further threads follow mpsd and write to the
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from mpsd.core.errors import MpsdError, UnreachableError
@@ -20,6 +21,7 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.node_report import NodeReport
 from mpsd.kubernetes.parts import GpuFollower, Part, Program
 from mpsd.kubernetes.pod_leases import PodLeases
+from mpsd.kubernetes.violation_report import ViolationReport
 from mpsd.system import clock
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -56,15 +58,20 @@ class Service(Part):
         *,
         endpoints: Sequence[Serves],
         leases: PodLeases,
-        threads: Mapping[str, Callable[[], None]],
+        server: ApiServer | None,
+        threads: Mapping[str, Callable[[], None]] = MappingProxyType({}),
     ) -> None:
-        """`threads` are more of them, by their names."""
+        """`threads` are more of them, by their names; the API server is for the node's labels, if these are wanted."""
         super().__init__(program)
         self._endpoints = endpoints
         self._leases = leases
+        self._awaited = {"leases": self._keep_leases}
+        if server is not None and self._settings.report is not When.NEVER:
+            self._awaited["node"] = NodeReport(program, server).run
         self._threads = {
             "mpsd": GpuFollower(program).run,
             "events": leases.events.run,
+            "violations": ViolationReport(program, leases).run,
             "signals": lambda: signal.sigwait(_SIGNALS),
             **threads,
         }
@@ -79,19 +86,21 @@ class Service(Part):
         self._log.info(EventName.PLUGIN_STARTED, **facts)
         for name, run in self._threads.items():
             threading.Thread(target=self._run, args=[run], name=name, daemon=True).start()
-        leases = threading.Thread(target=self._run, args=[self._keep_leases], name="leases")
-        leases.start()
+        awaited = [threading.Thread(target=self._run, args=[run], name=name) for name, run in self._awaited.items()]
+        for each in awaited:
+            each.start()
         try:
             while not self._ended.is_set():
-                for each in self._endpoints:
-                    each.serve()
+                for endpoint in self._endpoints:
+                    endpoint.serve()
                 self._ended.wait(_LOOK)
         finally:
             self._ended.set()
             self._leases.woken.set()
-            for each in self._endpoints:
-                each.close()
-            leases.join()
+            for endpoint in self._endpoints:
+                endpoint.close()
+            for each in awaited:
+                each.join()
             self._log.info(EventName.PLUGIN_ENDED)
         if self._failure is not None:
             raise self._failure
@@ -137,5 +146,5 @@ def run_plugin(program: Program, place: Place | None) -> None:
         program,
         endpoints=endpoints,
         leases=allocations,
-        threads={} if server is None or settings.report is When.NEVER else {"node": NodeReport(program, server).run},
+        server=server,
     ).run(node=settings.node, resources=[each.resource for each in endpoints])

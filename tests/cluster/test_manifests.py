@@ -153,7 +153,7 @@ def test_chart_with_labels_is_the_overlay() -> None:
     (plugin,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
     del plugin["args"][-2:]
     assert ours == pod(overlay)
-    of_nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
+    of_nodes = [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["patch"]}]
     of_events = [{"apiGroups": [""], "resources": ["events"], "verbs": ["create"]}]
     found = {name: each["rules"] for (kind, name), each in named(overlay).items() if kind == "ClusterRole"}
     assert found == {"mpsd-kubernetes-labels": of_nodes, "mpsd-kubernetes-pod-events": of_events}

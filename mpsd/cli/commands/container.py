@@ -393,12 +393,14 @@ def _pod_group(pid: int, root: str) -> str:
 def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
     """Let the pod of a container hold a lease, so that the lease outlives its containers; each of them requests this.
 
-    Another pod that shares the lease is one of its bearers, through the token in its environment.
+    Another pod that shares the lease becomes a further holder.
     """
     try:
         taken = _take(api, lease, {**request, "while": "exists"})
     except AlreadyClaimedError:
         taken = api.lease(lease)
+        if taken["owner"]["uid"] == uid:
+            taken = _take(api, lease, {"cgroup": request["cgroup"], "while": "exists"})
     if taken["owner"]["uid"] != uid:
         raise NotPermittedError(
             f"the program of the container will run as uid {uid}, and {lease} belongs to uid {taken['owner']['uid']},"

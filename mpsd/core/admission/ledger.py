@@ -8,18 +8,22 @@ removes one, and only these two change the sums. `queue` decides the order of th
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from typing import TypeVar
 
 from msgspec import Struct, structs
 
 from mpsd.core import holders
 from mpsd.core.admission import admission
 from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Offers, Shortage
-from mpsd.core.admission.queue import Queue, reserve
+from mpsd.core.admission.queue import Order, Queue, reserve
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.users import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import CapacityError, RequestIdReusedError, TooManyLeasesError
 from mpsd.core.model import AttachedProcess, Claim, Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.settings import Admission
+
+_Decision = TypeVar("_Decision")
 
 
 class Now(Struct, frozen=True):
@@ -77,6 +81,14 @@ class Ledger:
     def taken(self, gpu: str) -> Amount:
         """Return the amount that is granted on a GPU."""
         return self._room.taken(gpu)
+
+    def free(self, uid: int, now: float) -> dict[str, Amount]:
+        """Return what the next request of a user can have of each GPU at once, beside all that waits before it."""
+
+        def free(reserved: Reservations) -> dict[str, Amount]:
+            return {gpu: self._room.free(offer, uid, reserved) for gpu, offer in self._offers.by_gpu.items()}
+
+        return self._beside_earlier(self._queue.last(uid, now), now, free)
 
     def holders(self, gpu: str) -> Collection[int]:
         """Return the uids whose processes may use a GPU by their leases; an untaken claim does not count."""
@@ -344,9 +356,13 @@ class Ledger:
         """Return the places for a new request, after all waiting leases that come before it were given places."""
         if not self._queue.leases:
             return self._find(lease, candidates, NOTHING_RESERVED)
+        order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
+        return self._beside_earlier(order, now, partial(self._find, lease, candidates))
+
+    def _beside_earlier(self, order: Order, now: float, decide: Callable[[Reservations], _Decision]) -> _Decision:
+        """Decide by what is reserved for the waiting leases before this place in the order, beside their places."""
         reserved = Reservations()
         taken: list[tuple[str, int, Amount, Amount]] = []
-        order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
         for each in self._queue.in_order(now, self.rules.patience, before=order):
             chosen = self._find(each, self._candidates(each), reserved)
             for offer, need in chosen:
@@ -354,10 +370,10 @@ class Ledger:
                 self._room.enter(*taken[-1])
             if not chosen and reserve(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
-        chosen = self._find(lease, candidates, reserved)
+        decision = decide(reserved)
         for counted in taken:  # `settle` counts these places when it grants the leases
             self._room.leave(*counted)
-        return chosen
+        return decision
 
     def _is_spent(self, reserved: Reservations) -> bool:
         return self._room.is_spent(self._offers.by_gpu.values(), reserved)

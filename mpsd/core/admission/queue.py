@@ -33,7 +33,7 @@ from mpsd.core.model import Lease
 
 _NEVER: Final = float("inf")
 
-Order: TypeAlias = tuple[int, float, float, int, str]
+Order: TypeAlias = tuple[int, float, float, float, str]
 """A place in the order, comparable with others of the same moment: the lesser comes first."""
 
 
@@ -81,6 +81,10 @@ class Queue:
     def order(self, lease: Lease, now: float, patience: float) -> Order:
         """Return the place of a lease in the order, whether it is in the queue or about to join it."""
         return self._order(lease, now - patience, self._usage.rank(lease.owner.uid, now))
+
+    def last(self, uid: int, now: float) -> Order:
+        """Return the place of the next request of a user, without a priority."""
+        return 0, _NEVER, self._usage.rank(uid, now), _NEVER, ""
 
     def in_order(
         self, now: float, patience: float, *, before: Order | None = None, anew: bool = False

@@ -99,6 +99,21 @@ class Room:
         """Return the amount that is granted on a GPU."""
         return self._held[gpu].amount if gpu in self._held else NOTHING
 
+    def free(self, offer: Offer, uid: int, reserved: Reservations) -> Amount:
+        """Return the most that a user can have of a GPU now, beside all reservations: `_obstacle` is None up to it."""
+        held = self._held[offer.gpu]
+        if _obstacle(offer, held, NOTHING, uid, reserved) is not None:
+            return NOTHING
+        left = _left(offer, held.amount)
+        for each in (reserved.from_all.get(offer.gpu), reserved.from_own.get((offer.gpu, uid))):
+            beside = _left(offer, held.amount if each is None else held.amount + each.amount)
+            left = Amount(
+                min(left.threads, beside.threads),
+                min(left.memory, beside.memory),
+                min(left.places, beside.places),
+            )
+        return left
+
     def places(self, offer: Offer) -> int:
         """Return how many client places of a GPU are left, beside the granted places and unleased clients."""
         return max(_left(offer, self.taken(offer.gpu)).places, 0)

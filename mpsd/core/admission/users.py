@@ -218,6 +218,18 @@ def _check_alone(quota: Quota, worth: Amount) -> None:
         )
 
 
+def left_of(quota: Quota, has: UserTotals, free: Amount) -> Amount:
+    """Return how much of a free amount a quota leaves to the next lease of its user."""
+    if quota.leases is not None and has.leases >= quota.leases:
+        return NOTHING
+    threads = free.threads if quota.threads is None else int(quota.threads * 10) - has.amount.threads
+    memory = free.memory if quota.memory is None else quota.memory - has.amount.memory
+    places = free.places if quota.clients is None else quota.clients - has.amount.places
+    return Amount(
+        max(min(free.threads, threads), 0), max(min(free.memory, memory), 0), max(min(free.places, places), 0)
+    )
+
+
 def within_gpu_count(quota: Quota, request: LeaseRequest, leases: Iterable[Lease]) -> LeaseRequest:
     """Return a request that leaves its user on no more GPUs than its quota; `leases` are all of that user.
 

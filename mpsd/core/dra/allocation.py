@@ -5,15 +5,14 @@ The claim comes from the API server, and has opaque options of its author, and q
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from mpsd.core.dra.prepared import PreparedPod, PreparedShare
-from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
+from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError, InvalidRequestError, NotFoundError
 from mpsd.core.kubernetes.settings import parse_processes, parse_uid
 from mpsd.core.model import Stop, Visible
 from mpsd.core.mps_facts import MOST_CONNECTIONS
@@ -27,10 +26,15 @@ from mpsd.core.units import MIB, briefly
 # not named here are ignored: later releases add some.
 
 
+class OwnerReference(Struct, rename="camel"):
+    kind: str
+
+
 class Metadata(Struct, rename="camel"):
     name: str = ""
     namespace: str = ""
     uid: str = ""
+    owner_references: list[OwnerReference] | None = None
 
 
 class Consumer(Struct, rename="camel"):
@@ -237,6 +241,16 @@ def mebibytes_of(value: object) -> int:
 THREADS: Final = "threads"
 MEMORY: Final = "memory"
 
+_WHOLE: Final = 1000
+"""All threads of a GPU, in tenths of a percent."""
+
+NVIDIA: Final = "gpu.nvidia.com"
+"""The domain of NVIDIA's own driver: GPUs have its attributes, by its names, types and values, so that an expression of
+CEL is the same for both drivers. Source: its GpuInfo.Attributes, 2026-05; Kubernetes wants names of others with their
+domain, and one meaning for each."""
+
+UUID_ATTRIBUTE: Final = f"{NVIDIA}/uuid"
+
 
 class Allocated(NamedTuple):
     """A share of a GPU that the scheduler allocated, and whether it requires a strict node."""
@@ -254,6 +268,11 @@ def pods(claim: ResourceClaim) -> list[PreparedPod]:
     """Return the pods that a claim is reserved for."""
     reserved = claim.status.reserved_for if claim.status is not None else None
     return [PreparedPod(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
+
+
+def is_shared(claim: ResourceClaim) -> bool:
+    """Tell whether several pods may use a claim: it was not made for one of them, by a template or by the scheduler."""
+    return not any(each.kind == "Pod" for each in claim.metadata.owner_references or [])
 
 
 def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Allocated]:
@@ -276,15 +295,34 @@ def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iter
     by_device = {device_name(each): each for each in gpus}
     results = [each for each in devices.results or [] if each.driver == driver]
     found = [_share(each, pool, by_device, options_for(devices.config or [], each.request, driver)) for each in results]
-    for request, number in Counter(each.share.request.partition("/")[0] for each in found).items():
-        if number > 1:
-            raise InvalidRequestError(
-                f"request {request!r} of ResourceClaim {name} was allocated {number} shares, and a process under MPS"
-                " can use one",
-                hint="write count: 1, and a request of its own for each container: resources.claims[].request",
-                limit="count",
-            )
-    return found
+    by_request = dict[str, Allocated]()
+    for each in found:
+        request = each.share.request.partition("/")[0]
+        by_request[request] = _with(by_request[request], each, name) if request in by_request else each
+    return [*by_request.values()]
+
+
+def _with(one: Allocated, other: Allocated, claim: str) -> Allocated:
+    """Return two shares of one request as one: a request with a count, as the scheduler makes of an extended resource.
+
+    Raises DoesNotFitError where they are on two GPUs: a process under MPS can use one.
+    """
+    first, second = one.share, other.share
+    if first.gpu != second.gpu:
+        raise DoesNotFitError(
+            f"request {first.request!r} of ResourceClaim {claim} was allocated on two GPUs, {first.gpu} and"
+            f" {second.gpu}, and a container gets one GPU",
+            hint="delete the pod, so that it is placed anew; in a claim, add the constraint"
+            f" matchAttribute: {UUID_ATTRIBUTE}",
+            limit="fragmentation",
+        )
+    share = structs.replace(
+        first,
+        tenths=min(first.tenths + second.tenths, _WHOLE),
+        mebibytes=first.mebibytes + second.mebibytes,
+        further=[*first.further, second.share_id],
+    )
+    return one._replace(share=share)
 
 
 def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Options) -> Allocated:
@@ -311,7 +349,7 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Opt
         )
     tenths = int(parse_quantity(capacity[THREADS]) * 10)
     mebibytes = mebibytes_of(capacity[MEMORY])
-    if not 0 < tenths <= 1000 or mebibytes < 1:  # noqa: PLR2004 - all threads, in tenths of a percent
+    if not 0 < tenths <= _WHOLE or mebibytes < 1:
         raise InvalidRequestError(
             f"{what} is {capacity[THREADS]} % of the threads and {capacity[MEMORY]} of memory, which MPS cannot limit a"
             " client to",

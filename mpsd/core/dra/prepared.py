@@ -38,6 +38,8 @@ class PreparedShare(Struct, forbid_unknown_fields=True):
     connections: int | None = None
     visible: str | None = None
     user: int | None = None
+    further: list[str | None] = []
+    """The ids of further shares of the same device for the same request: they are one share here, with the sum."""
 
 
 class PreparedPod(Struct, forbid_unknown_fields=True):
@@ -66,6 +68,8 @@ class PreparedClaim(Struct, forbid_unknown_fields=True):
     pods: list[PreparedPod]
     shares: list[PreparedShare]
     stage: Stage = Stage.BEGUN
+    is_shared: bool = False
+    """Whether it was made for no single pod, so that further ones may use it; kubelet does not tell."""
     version: int = VERSION
 
     def at(self, stage: Stage) -> "PreparedClaim":
@@ -110,6 +114,13 @@ class Take(NamedTuple):
     claim: PreparedClaim
 
 
+class Join(NamedTuple):
+    """Have all pods of a shared claim hold a lease that one of them has."""
+
+    lease: ShareLease
+    claim: PreparedClaim
+
+
 class Replace(NamedTuple):
     """Claim the leases again that a prepared claim has lost, and write its CDI device again."""
 
@@ -128,7 +139,7 @@ class Forget(NamedTuple):
     claim: PreparedClaim
 
 
-Action: TypeAlias = Release | Renew | Take | Replace | Finish | Forget
+Action: TypeAlias = Release | Renew | Take | Join | Replace | Finish | Forget
 
 
 def next_actions(
@@ -155,7 +166,7 @@ def next_actions(
             had[each.claim][each.number] = each
         elif each.claim in unreadable:
             actions += [(each.claim, renew) for renew in _renewals([each], deadline)]
-        elif each.held.pod is None or not is_populated(each.held.group):
+        elif each.held.pod is None or not any(map(is_populated, [each.held.group, *each.held.others])):
             actions.append((each.claim, Release(each.held, "no claim is prepared that has it")))
     for uid, claim in known.items():
         actions += [(uid, each) for each in _next_of(claim, had[uid].values(), has_device, deadline)]
@@ -179,6 +190,7 @@ def _next_of(
             return [
                 *replace,
                 *_renewals(leases, deadline),
+                *(Join(each, claim) for each in leases if claim.is_shared and each.held.pod is not None),
                 *(Take(each, claim) for each in leases if not each.held.has_clients),
             ]
 

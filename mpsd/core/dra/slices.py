@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation
-from mpsd.core.dra.allocation import MEMORY, THREADS, device_name
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.dra.allocation import MEMORY, NVIDIA, THREADS, UUID_ATTRIBUTE, device_name
+from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes.devices import Gpu, Kind
 
 API_VERSION: Final = "resource.k8s.io/v1"
 """The first version with consumable capacity that is not an alpha: Kubernetes 1.34."""
-
-NVIDIA: Final = "gpu.nvidia.com"
-"""The domain of NVIDIA's own driver: its attributes have its names, types and values here, so that an expression of CEL
-is the same for both drivers. Source: its GpuInfo.Attributes, 2026-05; Kubernetes wants names of others with their
-domain, and one meaning for each."""
 
 _STANDARD: Final = "resource.kubernetes.io"
 """Source: k8s.io/dynamic-resource-allocation/deviceattribute."""
@@ -35,15 +31,14 @@ _ADDED: Final = "timeAdded"
 _LONGEST_TEXT: Final = 64
 """Maximum characters of a text attribute. Source: resource.k8s.io/v1."""
 
-_TENTH: Final = 10
-"""The divisor for the default share: a request without an amount gets a tenth of the GPU."""
-
 
 class Steps(NamedTuple):
     """The step sizes: requests are multiples of these."""
 
     percent: int
     mebibytes: int
+    slices: int
+    """A request without an amount gets one of so many parts of a GPU, as each of an extended resource does."""
 
 
 class Node(NamedTuple):
@@ -158,13 +153,15 @@ def _taints(device: Mapping[str, object]) -> list[Mapping[str, object]]:
 def _device(
     gpu: Gpu, node: Node, steps: Steps, tainted: Mapping[tuple[object, object], Mapping[str, object]]
 ) -> dict[str, object] | None:
-    """Return a GPU as a device; None where its memory is less than two steps.
+    """Return a GPU as a device, with the capacity that Kubernetes can count on; None where that is too little.
 
-    Kubernetes accepts no range of a single step. `tainted` are the published taints, by device and value: a taint keeps
-    the time since which it is there.
+    Kubernetes accepts no range of a single step, and a share that names no amount is no smaller than otherwise.
+    `tainted` are the published taints, by device and value: a taint keeps the time since which it is there.
     """
-    memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
-    if memory < 2 * steps.mebibytes:
+    most = devices.steps_of(gpu, steps.percent, steps.mebibytes)
+    counts = {kind: gpu.counts.get((kind, 0), number) for kind, number in most.items()}
+    defaults = {kind: max(number // steps.slices, 1) for kind, number in most.items()}
+    if any(number < max(defaults[kind], 2) for kind, number in counts.items()):
         return None
     name = device_name(gpu.uuid)
     return {
@@ -172,8 +169,8 @@ def _device(
         "allowMultipleAllocations": True,
         "attributes": _attributes(gpu, node),
         "capacity": {
-            THREADS: _capacity(gpu.tenths // 10, 100, steps.percent, str),
-            MEMORY: _capacity(memory, memory, steps.mebibytes, allocation.quantity_of),
+            THREADS: _capacity(counts[Kind.CORE], defaults[Kind.CORE], steps.percent, str, most=100),
+            MEMORY: _capacity(counts[Kind.MEMORY], defaults[Kind.MEMORY], steps.mebibytes, allocation.quantity_of),
         },
         **({"taints": [tainted.get((name, gpu.kind), _taint(gpu, node))]} if gpu.because else {}),
     }
@@ -189,7 +186,7 @@ def _attributes(gpu: Gpu, node: Node) -> dict[str, object]:
     known = {name: each for name, each in (gpu.hardware or {}).items() if isinstance(each, str)}
     texts = {
         f"{NVIDIA}/type": "gpu",
-        f"{NVIDIA}/uuid": gpu.uuid,
+        UUID_ATTRIBUTE: gpu.uuid,
         f"{NVIDIA}/productName": gpu.model,
         f"{NVIDIA}/brand": known.get("brand"),
         f"{NVIDIA}/architecture": known.get("architecture"),
@@ -214,14 +211,18 @@ def _semantic(version: str) -> str | None:
     return None if match is None else ".".join(f"{int(each or 0)}" for each in match.groups())
 
 
-def _capacity(whole: int, most: int, step: int, write: Callable[[int], str]) -> dict[str, object]:
-    """Return an amount of which a share may have `most`: mpsd may grant more threads in sum than a GPU has."""
-    whole, most = whole // step * step, most // step * step
-    default = min(max(whole // _TENTH // step, 1) * step, most)
+def _capacity(
+    count: int, default: int, step: int, write: Callable[[int], str], most: int | None = None
+) -> dict[str, object]:
+    """Return an amount of this many steps, and the steps of a share that names none; a share has `most` at most.
+
+    mpsd may grant more threads in sum than a GPU has.
+    """
+    highest = count if most is None else min(count, most // step)
     return {
-        "value": write(whole),
+        "value": write(count * step),
         "requestPolicy": {
-            "default": write(default),
-            "validRange": {"min": write(step), "max": write(most), "step": write(step)},
+            "default": write(min(default, highest) * step),
+            "validRange": {"min": write(step), "max": write(highest * step), "step": write(step)},
         },
     }

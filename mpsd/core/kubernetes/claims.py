@@ -35,6 +35,8 @@ class Held(NamedTuple):
     has_clients: bool
     lost: int = 0
     """The number of its clients that live on without a server."""
+    others: tuple[str, ...] = ()
+    """The control groups of further pods that hold it: those that share a claim."""
 
 
 def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held | None:
@@ -51,17 +53,19 @@ def held(lease: Mapping[str, object], now: datetime, settings: Settings) -> Held
             "clients": [*clients],
             "holders": [*holders],
         }:
-            lost = lease.get("lost", [])
+            lost, groups = lease.get("lost", []), list[str]()
             for each in holders:
                 match each:
                     case {"kind": "claim", **more}:
                         deadline = more.get("deadline")
                         end = datetime.fromisoformat(deadline) if isinstance(deadline, str) else now
                         return Held(name, None, "", (end - now).total_seconds(), uid, bool(clients))
-                    case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group, root)) is not None:
-                        return Held(
-                            name, pod, group, 0.0, uid, bool(clients), len(lost) if isinstance(lost, list) else 0
-                        )
+                    case {"kind": "cgroup", "cgroup": str(group)} if pods.pod_of(group, root) is not None:
+                        groups.append(group)
+            if groups:
+                first, *others = groups
+                count = len(lost) if isinstance(lost, list) else 0
+                return Held(name, pods.pod_of(first, root), first, 0.0, uid, bool(clients), count, tuple(others))
     return None
 
 

@@ -8,7 +8,8 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple, cast
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias, cast
 
 from mpsd.core.containers.cdi import WITHOUT_SHARED_FILES
 from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError, MpsdError
@@ -34,6 +35,24 @@ KINDS: Final = {
     Offer.THREADS_AND_MEMORY: (Kind.CORE, Kind.MEMORY),
     Offer.DRA: (),
 }
+
+
+class Part(NamedTuple):
+    tenths: int
+    mebibytes: int
+
+    @property
+    def percent(self) -> float:
+        """Its threads, in percent."""
+        return self.tenths / 10
+
+
+Numbers = frozenset[int]
+"""Devices of one kind on one GPU."""
+
+
+Counts: TypeAlias = Mapping[tuple[Kind, int], int]
+"""Numbers of devices, by kind and by position in the setting `processes`."""
 
 
 class Gpu(NamedTuple):
@@ -62,20 +81,10 @@ class Gpu(NamedTuple):
     """Why pods that run on it may not be served; empty where they are."""
     is_known: bool = True
     """Whether it can be read: otherwise `impaired` is a doubt."""
-
-
-class Part(NamedTuple):
-    tenths: int
-    mebibytes: int
-
-    @property
-    def percent(self) -> float:
-        """Its threads, in percent."""
-        return self.tenths / 10
-
-
-Numbers = frozenset[int]
-"""Devices of one kind on one GPU."""
+    counts: Counts = MappingProxyType({})
+    """The devices that Kubernetes can count on (`capacity.counted`); all where a resource is missing."""
+    numbers: Mapping[Kind, Numbers] = MappingProxyType({})
+    """The devices for which pods have leases."""
 
 
 def resource_name(kind: Kind, settings: Settings, variant: int = 0) -> str:
@@ -134,6 +143,11 @@ def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
             return gpu.mebibytes // settings.memory_unit.mebibytes
 
 
+def steps_of(gpu: Gpu, percent: int, mebibytes: int) -> dict[Kind, int]:
+    """Return how many steps of these sizes a GPU has, for the driver."""
+    return {Kind.CORE: gpu.tenths // (percent * 10), Kind.MEMORY: gpu.mebibytes // mebibytes}
+
+
 def device_id(gpu: str, number: int) -> str:
     return f"{gpu}::{number}"
 
@@ -175,8 +189,7 @@ def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings, variant: i
     Raises InvalidRequestError for threads without memory and, where both are offered, memory without threads.
     """
     if Kind.SLICE in counts:
-        number = counts[Kind.SLICE]
-        return _checked(number * gpu.tenths // settings.slices, number * gpu.mebibytes // settings.slices)
+        return _checked(sum_of(Kind.SLICE, counts[Kind.SLICE], gpu, settings))
     missing = [kind for kind in KINDS[settings.resources] if not counts.get(kind)]
     if missing:
         given = ", ".join(resource_name(kind, settings, variant) for kind in counts)
@@ -186,19 +199,36 @@ def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings, variant: i
             hint=f"add {lacking} to the container's resources",
             limit="resources",
         )
-    memory = counts[Kind.MEMORY]
+    memory = sum_of(Kind.MEMORY, counts[Kind.MEMORY], gpu, settings)
     if settings.resources is Offer.MEMORY:
-        tenths = memory * gpu.tenths // count(Kind.MEMORY, gpu, settings)
-    else:
-        tenths = counts[Kind.CORE] * settings.core_unit * 10
-    return _checked(tenths, memory * settings.memory_unit.mebibytes)
+        return _checked(memory)
+    return _checked(Part(sum_of(Kind.CORE, counts[Kind.CORE], gpu, settings).tenths, memory.mebibytes))
 
 
-def _checked(tenths: int, mebibytes: int) -> Part:
-    if tenths > 0 and mebibytes > 0:
-        return Part(min(tenths, _WHOLE), mebibytes)
+def numbers(kind: Kind, variant: int, gpu: Gpu, settings: Settings) -> range:
+    """Return the numbers of the devices of a resource on a GPU."""
+    first = variant * settings.most_devices
+    return range(first, first + count(kind, gpu, settings))
+
+
+def sum_of(kind: Kind, number: int, gpu: Gpu, settings: Settings) -> Part:
+    """Return the threads and memory of this many devices in sum, however many containers share them."""
+    match kind:
+        case Kind.SLICE:
+            return Part(number * gpu.tenths // settings.slices, number * gpu.mebibytes // settings.slices)
+        case Kind.CORE:
+            return Part(number * settings.core_unit * 10, 0)
+        case Kind.MEMORY:
+            is_all = settings.resources is Offer.MEMORY
+            tenths = number * gpu.tenths // count(Kind.MEMORY, gpu, settings) if is_all else 0
+            return Part(tenths, number * settings.memory_unit.mebibytes)
+
+
+def _checked(part: Part) -> Part:
+    if part.tenths > 0 and part.mebibytes > 0:
+        return part._replace(tenths=min(part.tenths, _WHOLE))
     raise InvalidRequestError(
-        f"{tenths / 10:g} % of the threads and {mebibytes} MiB are less than MPS can limit a client to",
+        f"{part.percent:g} % of the threads and {part.mebibytes} MiB are less than MPS can limit a client to",
         hint="request more of the resource",
         limit="resources",
     )
@@ -305,14 +335,15 @@ class Container(NamedTuple):
         return f"container {self.name} of pod {self.pod}"
 
 
-def _own_resources(settings: Settings) -> dict[str, Kind]:
+def own_resources(settings: Settings) -> dict[str, Kind]:
+    """Return the kinds of all resources that this node offers, by their names."""
     variants = range(len(settings.processes))
     return {resource_name(kind, settings, each): kind for kind in KINDS[settings.resources] for each in variants}
 
 
 def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
     """Return the containers that have devices of these resources. Raises ValueError for a file of another form."""
-    kinds = _own_resources(settings)
+    kinds = own_resources(settings)
     found = dict[tuple[str, str], dict[Kind, tuple[list[str], str]]]()
     try:
         for entry in _entries(raw):
@@ -354,7 +385,7 @@ def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], setti
     node is to offer, every device with another name than this program gives is another plugin's; a replica of NVIDIA's
     plugin has the same.
     """
-    own = _own_resources(settings)
+    own = own_resources(settings)
     found = {}
     for name, ids in registered.items():
         foreign = [

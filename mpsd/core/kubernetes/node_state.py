@@ -7,13 +7,17 @@ counts the resources or the ResourceSlice itself.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from mpsd.core.units import MIB
 
 if TYPE_CHECKING:
     from mpsd.core.kubernetes.devices import Gpu
+
+PROGRAM: Final = "mpsd-kubernetes"
+"""The name of the container that writes all this."""
 
 _QUARTER: Final = 250
 """A quarter of a GPU's threads, in tenths of a percent."""
@@ -74,10 +78,15 @@ def labels(domain: str, gpus: Iterable[GpuState], offers: str, branch: int | Non
     return {f"{domain}/{name}": value for name, value in wanted.items()}
 
 
-def annotation(gpus: Iterable[GpuState]) -> str:
-    """Return the annotation of a node: its GPUs by index, in JSON."""
+def annotation(gpus: Iterable[GpuState], at: datetime, due: float) -> str:
+    """Return the annotation of a node: its GPUs by index, in JSON.
+
+    `at` is the time of writing, and `due` the number of seconds until it is written again at the latest.
+    """
     state = {
         "version": 1,
+        "at": at.isoformat(timespec="seconds"),
+        "due": round(due),
         "gpus": [
             {
                 "uuid": each.gpu.uuid,
@@ -94,19 +103,14 @@ def annotation(gpus: Iterable[GpuState]) -> str:
     return json.dumps(state, separators=(",", ":"))
 
 
-def difference(
-    node: Mapping[str, object], wanted: Mapping[str, str | None], notes: Mapping[str, str]
-) -> dict[str, object] | None:
-    """Return the patch that gives a Node these labels and annotations; None where it has them."""
-    found = node.get("metadata")
-    metadata = found if isinstance(found, dict) else {}
-    patch = dict[str, object]()
-    for kind, values in (("labels", wanted), ("annotations", notes)):
-        now = metadata.get(kind) or {}
-        changed = {name: value for name, value in values.items() if now.get(name) != value}
-        if changed:
-            patch[kind] = changed
-    return {"metadata": patch} if patch else None
+def patch(domain: str, wanted: Mapping[str, str | None], state: str | None) -> dict[str, object]:
+    """Return the patch that gives a Node these labels and this annotation; None removes one."""
+    return {"metadata": {"labels": dict(wanted), "annotations": {annotation_key(domain): state}}}
+
+
+def removal(domain: str) -> dict[str, object]:
+    """Return the patch that removes all labels and the annotation."""
+    return patch(domain, dict.fromkeys(labels(domain, (), "", None)), None)
 
 
 def _power_of_two(number: int) -> int:
@@ -148,7 +152,22 @@ class NodeRow(TypedDict):
     name: str
     because: str
     """Why its GPUs are unknown; empty where they are known."""
+    ready: bool
+    """Whether Kubernetes calls the node ready."""
+    at: str | None
+    """When mpsd-kubernetes wrote this; None where it did not say."""
+    stale: bool
+    """Whether it should have written it again since."""
     gpus: list[GpuRow]
+
+
+_UNLABELLED: Final = (
+    "mpsd runs there, and writes no labels: see nodeLabels of the chart, or the overlay device-plugin-labels"
+)
+_ENDING: Final = "mpsd's pod is ending there, and has removed its labels"
+
+_LATE: Final = 2
+"""How many times the promised seconds have to pass until a report is stale: the API server may have been away."""
 
 
 def pod_names(found: Iterable[object]) -> dict[str, str]:
@@ -161,24 +180,65 @@ def pod_names(found: Iterable[object]) -> dict[str, str]:
     return names
 
 
-def nodes(domain: str, found: Iterable[object], names: Mapping[str, str]) -> list[NodeRow]:
-    """Return the nodes with an annotation of mpsd's, from a list of Kubernetes objects, sorted by name."""
-    rows, key = list[NodeRow](), annotation_key(domain)
+def nodes(domain: str, found: Iterable[object], pods: Sequence[object], now: datetime) -> list[NodeRow]:
+    """Return the nodes with mpsd, sorted by name, from lists of Kubernetes objects.
+
+    They are those with an annotation of mpsd's, and those where a pod of mpsd runs without it.
+    """
+    rows, key, names = dict[str, NodeRow](), annotation_key(domain), pod_names(pods)
     for each in found:
         match each:
             case {"metadata": {"name": str(name), "annotations": {**notes}}} if key in notes:
-                rows.append(_node(name, key, notes[key], names))
+                rows[name] = _node(name, key, notes[key], names, now)
+                rows[name]["ready"] = _is_ready(each)
+    for each in pods:
+        match each:
+            case {"metadata": {**metadata}, "spec": {"nodeName": str(name), "containers": [*containers]}}:
+                if any(isinstance(one, dict) and one.get("name") == PROGRAM for one in containers):
+                    because = _ENDING if "deletionTimestamp" in metadata else _UNLABELLED
+                    rows.setdefault(name, _without(name, because))
+    return sorted(rows.values(), key=lambda row: row["name"])
+
+
+def offering(found: Iterable[object], resources: Collection[str]) -> list[NodeRow]:
+    """Return the nodes that offer one of these resources, for a caller who may not see pods."""
+    rows = list[NodeRow]()
+    for each in found:
+        match each:
+            case {"metadata": {"name": str(name)}, "status": {"allocatable": {**amounts}}}:
+                if any(amounts.get(one, "0") != "0" for one in resources):
+                    rows.append(_without(name, _UNLABELLED))
     return sorted(rows, key=lambda row: row["name"])
 
 
-def _node(name: str, key: str, state: object, names: Mapping[str, str]) -> NodeRow:
+def _without(name: str, because: str) -> NodeRow:
+    return {"name": name, "because": because, "ready": True, "at": None, "stale": False, "gpus": []}
+
+
+def _is_ready(node: object) -> bool:
+    """Tell whether a Node is ready; one that does not say is."""
+    match node:
+        case {"status": {"conditions": [*conditions]}}:
+            return not any(
+                isinstance(each, dict) and each.get("type") == "Ready" and each.get("status") != "True"
+                for each in conditions
+            )
+    return True
+
+
+def _node(name: str, key: str, state: object, names: Mapping[str, str], now: datetime) -> NodeRow:
     try:
         read = json.loads(state) if isinstance(state, str) else None
         if not isinstance(read, dict) or read.get("version") != 1:
-            return {"name": name, "because": "its annotation is of another release of mpsd", "gpus": []}
-        return {"name": name, "because": "", "gpus": [_gpu(each, names) for each in read["gpus"]]}
+            return _without(name, "its annotation is of another release of mpsd")
+        row = _without(name, "")
+        row["gpus"] = [_gpu(each, names) for each in read["gpus"]]
+        if "at" in read:  # earlier ones did not say
+            age = (now - datetime.fromisoformat(read["at"])).total_seconds()
+            row["at"], row["stale"] = read["at"], age > _LATE * read["due"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return {"name": name, "because": f"its annotation {key} is damaged", "gpus": []}
+        return _without(name, f"its annotation {key} is damaged")
+    return row
 
 
 def _gpu(state: Mapping[str, object], names: Mapping[str, str]) -> GpuRow:

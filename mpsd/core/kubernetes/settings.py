@@ -124,7 +124,11 @@ class Settings:
         " Resource Allocation.",
     )
     slice_resource: str = row("nvidia.com/gpu.mps-slice", _resource, "Resource name of the slices.")
-    slices: int = row(100, parsers.whole(1, MOST_DEVICES), "Number of slices per GPU.")
+    slices: int = row(
+        100,
+        parsers.whole(1, MOST_DEVICES),
+        "Number of slices per GPU. With `dra`, a request without an amount gets one.",
+    )
     core_resource: str = row("nvidia.com/mps-core", _resource, "Resource name of the threads.")
     core_unit: int = row(
         1, parsers.whole(1, 100), "Size of one unit of the threads resource, in percent of the GPU's threads."
@@ -225,7 +229,10 @@ class Settings:
         "Whether events about pods are written: as `report`.",
     )
     report_interval: float = row(
-        30.0, _seconds, "Minimum seconds from one write of the labels and the annotation to the next."
+        30.0,
+        _seconds,
+        "Minimum seconds from one write of the labels and the annotation to the next; where changes last, ten times as"
+        " long.",
     )
     cgroup_root: Path = row(Path("/"), parsers.path, "kubelet's `cgroupRoot`, where it has one.")
     log_format: LogFormat = row(

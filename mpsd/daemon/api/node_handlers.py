@@ -1,19 +1,22 @@
 """The handlers of the node routes: a request's value in, an answer's value out. The dispatcher has checked the role."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Final
 
 from mpsd import __version__
 from mpsd.client import answer_types
 from mpsd.core import gpus, health, model, roles
-from mpsd.core.admission.admission import NOTHING
+from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
+from mpsd.core.errors import NotPermittedError
 from mpsd.core.model import GpuView, Health, Known
+from mpsd.core.roles import UserIdentity
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
+from mpsd.daemon.api.bodies import Uid
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, may_see
 from mpsd.daemon.http.message import Answer
@@ -30,6 +33,15 @@ class MetricsQuery(RequestQuery, frozen=True):
     users: Annotated[
         bool, parameter("Whether to include metrics about individual users, their leases and clients.")
     ] = True
+
+
+class GpusQuery(RequestQuery, frozen=True):
+    """The user whose free amounts a caller requests."""
+
+    uid: Annotated[
+        Uid | None,
+        parameter("The uid for whose next request the free amounts are; the caller's by default. For administrators."),
+    ] = None
 
 
 class NodeHandlers:
@@ -63,6 +75,7 @@ class NodeHandlers:
 
     async def status(self, request: Request) -> answer_types.Status:
         """Return the node in one answer, all of it from one moment."""
+        free = await self._node.free(request.principal.user)
         node, found, operator = self._node, self._node.health(), request.principal.operator
         return answer_types.Status(
             healthy=found.healthy,
@@ -74,7 +87,7 @@ class NodeHandlers:
             version=__version__,
             simulated=node.simulated,
             since=rendering.time(node.since),
-            gpus=[self._gpu(view, found.daemons, request) for view in found.gpus],
+            gpus=[self._gpu(view, found.daemons, request, free) for view in found.gpus],
             daemons=[rendering.daemon(each, operator=operator) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
@@ -99,16 +112,25 @@ class NodeHandlers:
         ]
         return notes
 
-    async def gpus(self, request: Request) -> answer_types.Gpus:
+    async def gpus(self, request: RequestOf[GpusQuery]) -> answer_types.Gpus:
+        user, uid = request.principal.user, request.content.uid
+        if uid is not None and uid != user.uid:
+            if not request.principal.admin:
+                raise NotPermittedError("only an administrator can ask for another user", hint="omit uid")
+            user = UserIdentity(uid, frozenset((uid,)))
+        free = await self._node.free(user)
         daemons = self._node.control_daemons.all()
-        return answer_types.Gpus(gpus=[self._gpu(view, daemons, request) for view in self._node.gpus.views()])
+        return answer_types.Gpus(gpus=[self._gpu(view, daemons, request, free) for view in self._node.gpus.views()])
 
-    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], request: Request) -> answer_types.Gpu:
+    def _gpu(
+        self, view: GpuView, daemons: Iterable[model.Daemon], request: Request, free: Mapping[str, Amount]
+    ) -> answer_types.Gpu:
         gpu, settings, who = view.gpu, self._node.settings.current, request.principal
         users, is_one = self._node.leases.ledger.users(gpu.uuid) if gpu else ((), False)
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         refused, impaired = health.verdict(view, daemons, self._node.leases.group_commit.trouble)
+        left = free.get(gpu.uuid, NOTHING) if gpu and refused is None else NOTHING
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -131,6 +153,9 @@ class NodeHandlers:
             refused=refused.because if refused else None,
             refused_kind=refused.kind if refused else None,
             impaired=impaired.because if impaired else None,
+            threads_free=left.threads / 10,
+            memory_free=left.memory,
+            clients_free=left.places,
             hardware=rendering.hardware(gpu) if gpu else None,
             users=sorted(uid for uid in users if is_one or settings.api.open or who.admin or uid == request.uid),
         )

@@ -14,7 +14,7 @@ from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import bodies, table
 from mpsd.daemon.api.event_handlers import Event, EventHandlers, EventsQuery, HistoryHandlers, HistoryQuery
 from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
-from mpsd.daemon.api.node_handlers import MetricsQuery, NodeHandlers
+from mpsd.daemon.api.node_handlers import GpusQuery, MetricsQuery, NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import OperatorHandlers, QuarantineQuery
 from mpsd.daemon.api.table import A, AnswerKind, C, Handler, Route
@@ -90,7 +90,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _row("GET /v1/principal", lambda h: h.node.principal, table.json(answer_types.Principal),
          "getPrincipal", "The caller, as mpsd identifies it, and its role"),
     _row("GET /v1/gpus", lambda h: h.node.gpus, table.json(answer_types.Gpus),
-         "listGpus", "The GPUs, and what is granted and held of each"),
+         "listGpus", "The GPUs, and what is granted, held and free of each", query=GpusQuery),
     _row("GET /v1/daemons", lambda h: h.node.daemons, table.json(answer_types.Daemons),
          "listDaemons", "The control daemons, their limits and their servers"),
     _row("GET /v1/clients", lambda h: h.node.clients, table.json(answer_types.Clients),

@@ -425,7 +425,11 @@ class Leases:
             else:
                 self._expire(lease)
         for lease_id in [each for each, pending in self._pending.items() if (pending.kept_until or now) < now]:
-            self._end(lease_id, "its caller disconnected and did not come back")
+            found = self.ledger.find(lease_id)
+            if found is not None and found.claimed_for is not None and found.claim is None:
+                del self._pending[lease_id]  # a holder has taken the claim, as after the death of its caller
+            else:
+                self._end(lease_id, "its caller disconnected and did not come back")
 
     def _expire(self, lease: Lease) -> None:
         """End a lease whose time to live is over, and report its remaining clients."""

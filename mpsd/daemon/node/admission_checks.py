@@ -1,5 +1,6 @@
 """The checks of a request before the ledger decides, and of the holder that takes a claim: the rules are the same."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +9,10 @@ from msgspec import structs
 
 from mpsd.core import gpus, holders
 from mpsd.core.admission import users
-from mpsd.core.admission.admission import NOTHING, Offer
+from mpsd.core.admission.admission import NOTHING, Amount, Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import violations
-from mpsd.core.errors import DaemonNotReadyError, NotPermittedError, QuotaError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotPermittedError, QuotaError
 from mpsd.core.events import EventName
 from mpsd.core.model import Claim, Known, Lease, LeaseRequest, Reading, Unknown
 from mpsd.core.reload import LiveSettings
@@ -74,6 +75,23 @@ class AdmissionChecks:
             request = self._within_quota(limits_of, request, user.uid)
         self._check_reach(user.uid)
         return self._visible(request, named, offers, elsewhere), ttl
+
+    def free(self, user: UserIdentity, now: float) -> dict[str, Amount]:
+        """Return what the next request of a user can have of each GPU at once, within its quota."""
+        try:
+            self._quarantine.check(user.uid, "")
+            self._check_reach(user.uid)
+        except MpsdError:
+            return {}
+        limits_of, has = users.quota_of(user, self._settings.current), self._ledger.user(user.uid)
+        theirs = [each for each in self._ledger.all() if each.owner.uid == user.uid]
+        free = dict[str, Amount]()
+        for gpu, amount in self._ledger.free(user.uid, now).items():
+            with contextlib.suppress(QuotaError):
+                users.within_gpu_count(limits_of, LeaseRequest(gpu=gpu), theirs)
+                if limits_of.gpus is None or gpu in limits_of.gpus:
+                    free[gpu] = users.left_of(limits_of, has, amount)
+        return free
 
     def check_taker(
         self,

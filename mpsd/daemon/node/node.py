@@ -11,7 +11,7 @@ from msgspec import structs
 
 from mpsd.core import health, holders
 from mpsd.core.admission import users
-from mpsd.core.admission.admission import Offer, Refusal
+from mpsd.core.admission.admission import Amount, Offer, Refusal
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
@@ -349,6 +349,11 @@ class Node:
         except MpsdError as refusal:
             self.leases.group_commit.log_refusal(owner, refusal)
             raise
+
+    async def free(self, user: UserIdentity) -> dict[str, Amount]:
+        """Return what the next request of a user can have of each GPU at once; a GPU that is not there has nothing."""
+        user = await self.user_groups.complete(user, self.settings.current)
+        return self._checks.free(user, clock.monotonic())
 
     def offers(self) -> list[Offer]:
         """Return what each shareable GPU offers now; the same list for as long as nothing has changed."""

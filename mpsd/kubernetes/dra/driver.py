@@ -16,6 +16,7 @@ from mpsd.core.dra.prepared import (
     Action,
     Finish,
     Forget,
+    Join,
     PreparedClaim,
     PreparedShare,
     Replace,
@@ -33,7 +34,7 @@ from mpsd.core.errors import (
     UnreachableError,
 )
 from mpsd.core.kubernetes import devices
-from mpsd.core.kubernetes.claims import Release, Renew
+from mpsd.core.kubernetes.claims import Held, Release, Renew
 from mpsd.core.kubernetes.devices import Part
 from mpsd.core.kubernetes.settings import GpuDevices, When
 from mpsd.core.units import briefly
@@ -45,7 +46,7 @@ from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
 from mpsd.kubernetes.pod_events import PodName, Reason
-from mpsd.kubernetes.pod_leases import PodLeases, told_to_users
+from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.system import clock
 
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -56,6 +57,9 @@ _LEASE: Final = "MPSD_LEASE"
 _PAUSE: Final = 0.1
 _GONE: Final = 30.0
 """Seconds until the next query to the API server about a claim that it did not have."""
+
+_LOOK_FOR_PODS: Final = 10.0
+"""Seconds between two queries to the API server about the pods of a claim that several may use."""
 
 _END_DEADLINE: Final = 25.0
 """Seconds for the clients of a lease to end; kubelet waits 45 s for an answer, and asks again."""
@@ -161,7 +165,14 @@ class Driver(PodLeases):
         )
         if any(each.is_strict for each in allocated):
             allocation.check_strict(self._mpsd.attach())
-        claim = PreparedClaim(uid, namespace, name, allocation.pods(found), [each.share for each in allocated])
+        claim = PreparedClaim(
+            uid,
+            namespace,
+            name,
+            allocation.pods(found),
+            [each.share for each in allocated],
+            is_shared=allocation.is_shared(found),
+        )
         self._store.put(claim)
         return claim
 
@@ -211,6 +222,7 @@ class Driver(PodLeases):
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
             self._settings.processes[0] if share.processes is None else share.processes,
+            wait=self._settings.wait,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
@@ -311,12 +323,39 @@ class Driver(PodLeases):
             case Take(lease, claim):
                 if not self._settings.hook:  # the hook takes it itself
                     self._take_for_program(lease, claim)
+            case Join(lease, claim):
+                self._join(lease.held, claim)
             case Replace(claim) if self._is_still(claim):
                 self._replace(claim)
             case Finish(claim) if self._is_still(claim):
                 self._finish(claim)
             case Forget(claim) if self._is_still(claim):
                 self._store.remove(claim.uid)
+
+    def _join(self, held: Held, claim: PreparedClaim) -> None:
+        """Have each pod of a claim that has a control group hold a lease."""
+        groups = (kubelet.group_path(each.uid, self._settings) for each in claim.pods)
+        for group in groups:
+            if group is not None and group not in {held.group, *held.others}:
+                self._mpsd.add_holder(held.lease, group)
+
+    def follow_pods(self) -> None:
+        """Learn, until the program ends, which pods use shared claims: kubelet prepares a claim for the first alone."""
+        while not self._ended.wait(_LOOK_FOR_PODS):
+            for claim in self._store.all():
+                if claim.is_shared and claim.stage is Stage.PREPARED:
+                    try:
+                        self._note_pods(claim)
+                    except MpsdError as error:
+                        if self._log.is_new(f"pods of {claim.uid}", error.detail):
+                            self._log.warning(EventName.LEASE_NOT_CHANGED, error, claim=claim.uid, action="Join")
+
+    def _note_pods(self, claim: PreparedClaim) -> None:
+        found = self._api_server.claim(claim.namespace, claim.name)
+        with self._alone(claim.uid):
+            now, reserved = self._store.get(claim.uid), allocation.pods(found)
+            if now is not None and found.metadata.uid == claim.uid and reserved not in ([], now.pods):
+                self._store.put(now.of_pods(reserved))
 
     def _is_still(self, claim: PreparedClaim) -> bool:
         """Tell whether a claim has the same stage as when the action was decided."""
@@ -379,11 +418,16 @@ class Driver(PodLeases):
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
             for pod in () if claim is None else claim.pods:
-                self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, told_to_users(error))
+                self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, self.told(error))
 
-    def _pod_name(self, pod: str) -> PodName | None:
-        names = (PodName(each.namespace, one.name) for each in self._store.all() for one in each.pods if one.uid == pod)
-        return next(names, None)
+    def _pod_names(self, _: float) -> dict[str, PodName]:
+        return {pod.uid: PodName(each.namespace, pod.name) for each in self._store.all() for pod in each.pods}
+
+    def user_of(self, lease: LeaseAnswer, pod: str) -> str:
+        share = prepared.share_of(lease["request_id"])
+        claim = None if share is None else self._store.get(share[0])
+        has_pod = claim is not None and any(each.uid == pod for each in claim.pods)
+        return f"ResourceClaim {claim.name}" if claim is not None and has_pod else ""
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:

@@ -13,7 +13,6 @@ from mpsd.kubernetes import wire
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.kubernetes.pod_leases import told_to_users
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
@@ -106,13 +105,15 @@ class Endpoint(Part):
             entry = answer.claims[each.uid]
             with self._refusing(each, entry):
                 for share, devices in self._driver.prepare(each.namespace, each.name, each.uid):
-                    entry.devices.add(
-                        request_names=[share.request.partition("/")[0]],
-                        pool_name=share.pool,
-                        device_name=share.device,
-                        cdi_device_ids=devices,
-                        share_id=share.share_id,
-                    )
+                    # A CDI device that is named twice would be in the container twice.
+                    for share_id, ids in [(share.share_id, devices), *((further, []) for further in share.further)]:
+                        entry.devices.add(
+                            request_names=[share.request.partition("/")[0]],
+                            pool_name=share.pool,
+                            device_name=share.device,
+                            cdi_device_ids=ids,
+                            share_id=share_id,
+                        )
         return answer
 
     def _unprepare(
@@ -133,7 +134,7 @@ class Endpoint(Part):
             yield
         except MpsdError as error:
             self._log.warning(EventName.CLAIM_REFUSED, error, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
-            entry.error = told_to_users(error)
+            entry.error = self._driver.told(error)
 
     def _health(
         self, _: drahealth.NodeWatchResourcesRequest, context: grpc.ServicerContext

@@ -1,6 +1,6 @@
 """The thread that keeps this node's ResourceSlice at the API server up to date.
 
-The slice is written when the GPUs change, at most once in a few seconds. It is checked once a minute, and soon after a
+The slice is written when the GPUs change, at most once in a few seconds. It is checked now and then, and soon after a
 kubelet has registered the driver: each kubelet deletes the slices of its node when it starts, and when a driver was
 absent for half a minute.
 """
@@ -15,10 +15,10 @@ from mpsd.core.errors import ConfigurationError, InternalError, MpsdError
 from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.parts import Part, Program
-from mpsd.system import clock
+from mpsd.system import clock, retry
 
-_LOOK: Final = 60.0
-"""Seconds between two checks of the slice."""
+_LOOK: Final = 600.0
+"""Seconds between two checks of the slice, which kubelet alone deletes, and then registers the driver again."""
 
 _SOON: Final = (1.0, 3.0, 10.0, 30.0)
 """Seconds after a kubelet's registration at which the slice is checked, since kubelet deletes it sooner or later."""
@@ -27,6 +27,8 @@ _PACE: Final = 2.0
 """Minimum seconds from one write to the next."""
 
 _RETRY: Final = 5.0
+_RETRY_REFUSED: Final = 60.0
+"""Seconds until the next try where the API server is configured otherwise."""
 
 
 class Publisher(Part):
@@ -38,6 +40,8 @@ class Publisher(Part):
         self._changed = threading.Event()
         self._came_at = self._checked_at = -inf
         """When a kubelet last registered the driver, and when the slice was last checked."""
+        self._look_at = -inf
+        """When it is checked again."""
         self._uid = ""
         self._attach = ""
 
@@ -53,9 +57,10 @@ class Publisher(Part):
     def run(self) -> None:
         while not self._ended.is_set():
             soon = [moment for each in _SOON if (moment := self._came_at + each) > self._checked_at]
-            if self._changed.wait(max(min([self._checked_at + _LOOK, *soon]) - clock.monotonic(), 0)):
+            if self._changed.wait(max(min([self._look_at, *soon]) - clock.monotonic(), 0)):
                 self._changed.clear()
             self._checked_at = clock.monotonic()
+            self._look_at = self._checked_at + retry.jittered(_LOOK)
             if self._ended.is_set() or not self._board.gpus:
                 continue  # before mpsd's first answer there is nothing to publish
             try:
@@ -69,13 +74,13 @@ class Publisher(Part):
                 if self._log.is_new("slice", error.detail):
                     self._log.error(EventName.SLICE_NOT_PUBLISHED, error)
                 self._changed.set()
-                self._ended.wait(_LOOK if isinstance(error, ConfigurationError) else _RETRY)
+                self._ended.wait(retry.jittered(_RETRY_REFUSED if isinstance(error, ConfigurationError) else _RETRY))
 
     def _look(self) -> None:
         """Bring the slice up to date. Raises MpsdError and ConflictError."""
         name = slices.slice_name(self._settings.node, self._settings.domain)
         found = self._api_server.slice(name)
-        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes)
+        steps = Steps(self._settings.thread_step, self._settings.memory_step.mebibytes, self._settings.slices)
         node, gpus = self._node(), self._board.gpus.values()
         wanted = slices.document(node, gpus, steps, found, taints=True)
         if slices.has_taints(wanted) and not slices.has_taints(self._would_keep(wanted)):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,27 @@ GPUS = [
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def node(name: str, state: str, domain: str = "mpsd.internal") -> dict[str, Any]:
+def annotation(seconds: float = 65.0) -> str:
+    """Return the annotation of a node that wrote it so many seconds ago, and promised to do so each ten minutes."""
+    return node_state.annotation(GPUS, datetime.now(tz=UTC) - timedelta(seconds=seconds), 600)
+
+
+def node(name: str, state: str, domain: str = "mpsd.internal", ready: str = "True") -> dict[str, Any]:
     """Return a Node in kubectl's form."""
-    return {"kind": "Node", "metadata": {"name": name, "annotations": {f"{domain}/state": state}}}
+    conditions = [{"type": "DiskPressure", "status": "False"}, {"type": "Ready", "status": ready}]
+    metadata = {"name": name, "annotations": {f"{domain}/state": state}}
+    return {"kind": "Node", "metadata": metadata, "status": {"conditions": conditions}}
+
+
+def daemon(node: str, **metadata: str) -> dict[str, Any]:
+    """Return a pod of mpsd's on a node."""
+    containers = [{"name": "mpsd"}, {"name": "mpsd-kubernetes"}]
+    return {"kind": "Pod", "metadata": metadata, "spec": {"nodeName": node, "containers": containers}}
+
+
+def put(kubectl: Path, kind: str, *items: dict[str, Any]) -> None:
+    """Have kubectl list these."""
+    (kubectl / kind).write_text(json.dumps({"kind": "List", "items": items}))
 
 
 @pytest.fixture
@@ -48,10 +68,8 @@ def kubectl(tmp_path: Path) -> Path:
     program = tmp_path / "kubectl"
     program.write_text(KUBECTL)
     program.chmod(0o755)
-    nodes = [node("b", "{"), node("a", node_state.annotation(GPUS)), {"kind": "Node", "metadata": {"name": "c"}}]
-    pod = {"kind": "Pod", "metadata": {"uid": "uid-1", "namespace": "team", "name": "train"}}
-    (tmp_path / "nodes").write_text(json.dumps({"kind": "List", "items": nodes}))
-    (tmp_path / "pods").write_text(json.dumps({"kind": "List", "items": [pod]}))
+    put(tmp_path, "nodes", node("b", "{"), node("a", annotation()), {"kind": "Node", "metadata": {"name": "c"}})
+    put(tmp_path, "pods", {"kind": "Pod", "metadata": {"uid": "uid-1", "namespace": "team", "name": "train"}})
     return tmp_path
 
 
@@ -72,12 +90,12 @@ def test_table(kubectl: Path) -> None:
     done = call(path=kubectl)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "NODE  GPU  MODEL        THREADS      MEMORY           STATE / POD",
-        "a     0    NVIDIA H200  35% of 100%  9GiB of 79.5GiB  ok",
-        "                        10%          1GiB             (not of a pod)",
-        "                        25%          8GiB             team/train",
-        "a     1    NVIDIA H200  0% of 100%   0B of 79.5GiB    control daemon gpu1 is held: maintenance",
-        "b     -                                               its annotation mpsd.internal/state is damaged",
+        "NODE  GPU  MODEL        THREADS      MEMORY           AGE  STATE / POD",
+        "a     0    NVIDIA H200  35% of 100%  9GiB of 79.5GiB  1m   ok",
+        "                        10%          1GiB                  (not of a pod)",
+        "                        25%          8GiB                  team/train",
+        "a     1    NVIDIA H200  0% of 100%   0B of 79.5GiB    1m   control daemon gpu1 is held: maintenance",
+        "b     -                                               -    its annotation mpsd.internal/state is damaged",
     ]
     calls = [json.loads(line) for line in (kubectl / "called").read_text().splitlines()]
     assert [each[:2] for each in calls] == [["get", "nodes"], ["get", "pods"]]
@@ -95,11 +113,68 @@ def test_json(kubectl: Path) -> None:
 
 def test_of_a_fork(kubectl: Path) -> None:
     """A fork's domain selects its nodes and their annotations."""
-    ours = node("f", node_state.annotation(GPUS), "gpu.example.org")
-    (kubectl / "nodes").write_text(json.dumps({"items": [ours, node("a", "{")]}))
+    put(kubectl, "nodes", node("f", annotation(), "gpu.example.org"), node("a", "{"))
     done = call("-o", "json", "--domain", "gpu.example.org", path=kubectl)
     assert [each["name"] for each in json.loads(done.stdout)["nodes"]] == ["f"]
     assert "--selector=gpu.example.org/gpus" in (kubectl / "called").read_text()
+
+
+def test_silent(kubectl: Path) -> None:
+    """A GPU of a node that is not ready, or that has not reported for long, does not look well."""
+    put(kubectl, "nodes", node("a", annotation(3 * 3600)), node("b", annotation(), ready="Unknown"))
+    table = [re.split("  +", line) for line in call(path=kubectl).stdout.splitlines()]
+    found = {(row[0], *row[-2:]) for row in table if row[0] in {"a", "b"}}
+    held = "control daemon gpu1 is held: maintenance"
+    assert found == {
+        ("a", "STALE 3h", "unknown: mpsd-kubernetes is silent there"),
+        ("a", "STALE 3h", f"unknown: mpsd-kubernetes is silent there; {held}"),
+        ("b", "1m", "the node is not ready"),
+        ("b", "1m", f"the node is not ready; {held}"),
+    }
+    nodes = json.loads(call("-o", "json", path=kubectl).stdout)["nodes"]
+    assert [(each["ready"], each["stale"]) for each in nodes] == [(True, True), (False, False)]
+
+
+def test_of_an_earlier_release(kubectl: Path) -> None:
+    """An annotation without a time has no age."""
+    state = json.loads(annotation())
+    del state["at"], state["due"]
+    put(kubectl, "nodes", node("a", json.dumps(state)))
+    row = call(path=kubectl).stdout.splitlines()[1].split()
+    assert row[-2:] == ["-", "ok"]
+
+
+def test_without_labels(kubectl: Path) -> None:
+    """Nodes where mpsd runs without labels are named, with what they need; so are those that mpsd is leaving."""
+    put(kubectl, "nodes", node("a", annotation()))
+    put(kubectl, "pods", daemon("a"), daemon("c"), daemon("d", deletionTimestamp="2026-11-28T05:00:00Z"))
+    nodes = json.loads(call("-o", "json", path=kubectl).stdout)["nodes"]
+    said = {each["name"]: each["because"] for each in nodes}
+    assert ([*said], said["a"]) == (["a", "c", "d"], "")
+    assert "see nodeLabels of the chart, or the overlay device-plugin-labels" in said["c"]
+    assert "ending" in said["d"]
+
+
+def test_without_labels_and_rights(kubectl: Path) -> None:
+    """A user who may not list pods sees by its resources where mpsd runs."""
+    (kubectl / "pods").unlink()
+    offers = {"cpu": "8", "nvidia.com/gpu.mps-slice": "200"}
+    left = {"cpu": "8", "nvidia.com/gpu.mps-slice": "0"}
+    put(
+        kubectl,
+        "nodes",
+        *({"metadata": {"name": name}, "status": {"allocatable": each}} for name, each in (("a", offers), ("b", left))),
+    )
+    (row,) = json.loads(call("-o", "json", path=kubectl).stdout)["nodes"]
+    assert (row["name"], "nodeLabels" in row["because"]) == ("a", True)
+
+
+def test_without_mpsd(kubectl: Path) -> None:
+    """A cluster without mpsd is told apart from one whose pods are hidden."""
+    put(kubectl, "nodes")
+    assert "none has a pod with mpsd-kubernetes" in call(path=kubectl).stdout
+    (kubectl / "pods").unlink()
+    assert "its pods would show more" in call(path=kubectl).stdout
 
 
 def test_without_the_right_to_list_pods(kubectl: Path) -> None:

@@ -49,13 +49,14 @@ class TestQuantities:
     percent=st.integers(1, 50),
     step=st.sampled_from([1, 16, 256, 1000, 1024, 4096]),
     tenths=st.integers(1000, 10**6),
+    parts=st.integers(1, 512),
 )
 def test_each_published_range_is_one_that_kubernetes_takes(
-    mebibytes: int, percent: int, step: int, tenths: int
+    mebibytes: int, percent: int, step: int, tenths: int, parts: int
 ) -> None:
     """Kubernetes requires min <= default <= max <= value, min + step <= value, and multiples of the step."""
     gpu = Gpu("GPU-1", mebibytes, "/run", 550, "", 0, "M" * 200, "550.1", tenths)
-    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), taints=True)
+    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step, parts), taints=True)
     for device in document["spec"]["devices"]:
         for capacity in device["capacity"].values():
             value, policy = allocation.parse_quantity(capacity["value"]), capacity["requestPolicy"]

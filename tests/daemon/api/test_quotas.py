@@ -222,3 +222,24 @@ def test_administrator_too(line: Line) -> None:
     """A quota is independent of roles: the general quota applies to root too."""
     set_quotas(line, everybody="threads = 50")
     over(line.ask(threads=51, memory="1GiB"), "threads")
+
+
+@needs_root
+def test_what_is_free(line: Line) -> None:
+    """Each user sees what its next request can have within its quota, and an administrator sees that of any user."""
+    set_quotas(line, bob="threads = 30\nclients = 2")
+
+    def free(uid: int | None = None, caller: int | None = None) -> Any:
+        query = "" if uid is None else f"?uid={uid}"
+        answer = line.call("GET", f"/v1/gpus{query}", uid=caller).answer()
+        if answer.status != 200:
+            return answer.status
+        return [(each["threads_free"], each["clients_free"]) for each in answer.json["gpus"]]
+
+    (everything, *_) = free()
+    assert everything[0] == 100
+    assert free(BOB)[0] == free(caller=BOB)[0] == (30, 2)
+    assert free(ANN, caller=BOB) == 403
+    lease = line.granted(uid=BOB, threads=20, memory="1GiB", gpu="0")
+    assert [each[0] for each in free(BOB)] == [10] * len(free())
+    line.release(lease)

@@ -14,7 +14,8 @@ import pytest
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, event
-from tests.daemon.leases.holding import ANN, SMALL, add, shown
+from tests.daemon.leases.holding import ANN, SMALL, add, ended, shown
+from tests.daemon.leases.line import Call
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -256,3 +257,30 @@ class TestClaimedAgain:
         (after,) = again.json["holders"]
         assert (before.get("uid"), after.get("uid")) == (None, None)
         assert after["deadline"] > before["deadline"]
+
+
+def test_its_caller_does_not_come_back(make_node: Start, sleeper: "subprocess.Popen[bytes]") -> None:
+    """A claim whose caller hung up is its taker's: it does not end with the time that it is kept for the caller."""
+    node = make_node(simulate=1, control=None, config="[admission]\nhang_up_grace = 0.5\n").start()
+    first = ask(node, threads=100).json
+
+    def waits(name: str, threads: int) -> tuple[Call, str]:
+        asked = {**SMALL, "threads": threads, "holder": {"claim": {}}, "wait": None, "request_id": name, "name": name}
+        call = Call(node.socket, "POST", "/v1/leases", asked)
+        (lease,) = wait_until(
+            lambda: [each["id"] for each in node.leases() if each["name"] == name], what=f"{name} to wait"
+        )
+        return call, lease
+
+    call, taken = waits("taken", 25)
+    call.hang_up()
+    assert node.request("DELETE", f"/v1/leases/{first['id']}").status == 204
+    lease = wait_until(
+        lambda: found if (found := node.get(f"/v1/leases/{taken}").json)["state"] == "granted" else None,
+        what="it to be granted",
+    )
+    assert take(node, lease, sleeper.pid).status == 200
+    call, later = waits("later", 100)
+    call.hang_up()
+    assert ended(node, {"id": later}).endswith("did not come back")
+    assert shown(node, lease)["state"] == "granted"

@@ -54,6 +54,8 @@ class ApiServer:
     """Whether the feature gate DRADeviceTaints is on (by default since 1.36)."""
     refusal: int | None = None
     """The HTTP status of all answers; None for the correct one."""
+    retry_after: str | None = None
+    """The header Retry-After of the first refusal, after which the answers are correct."""
     forbidden: frozenset[str] = frozenset()
     """Methods that the service account may not use."""
     version: int = 0
@@ -237,6 +239,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         encoded = json.dumps(document).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if self.api_server.retry_after is not None:
+            self.send_header("Retry-After", self.api_server.retry_after)
+            self.api_server.refusal = self.api_server.retry_after = None
         self.send_header("Content-Length", str(len(encoded)))
         self.end_headers()
         self.wfile.write(encoded)

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import grpc
 
+from mpsd.core.dra.allocation import parse_quantity
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
@@ -34,6 +35,12 @@ from tests.kubernetes.plugin.cluster import RefusedError, StandIn, StandInPod
 NODE: Final = "node-1"
 DRIVER: Final = "mpsd.internal"
 CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+EXTENDED: Final = "container-0-request-0"
+"""The name of the request that the scheduler makes for the first extended resource of the first container."""
+
+MOST_RESULTS: Final = 32
+"""Source: AllocationResultsMaxSize, resource.k8s.io/v1."""
+
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 
 
@@ -191,6 +198,38 @@ class DraCluster(StandIn):
         stored = self.api_server.put(f"{CLAIMS}/{name}", document)
         found = self.claims[name] = Claim(name, stored["metadata"]["uid"])
         return found
+
+    def extended(self, number: int) -> Claim:
+        """Have a claim made for a container that requests so many of an extended resource of the device class.
+
+        Like kube-scheduler 1.36: it makes a request with that count, whose shares have the default amounts, and places
+        them one after the other on the first device with room; a claim has at most 32. Raises RefusedError.
+        """
+        if number > MOST_RESULTS:
+            raise RefusedError(f"number of requested devices {number} exceeds the claim limit of {MOST_RESULTS}")
+        published = self.api_server.slice() or {}
+        claims = [each for path, each in self.api_server.objects.items() if path.startswith(CLAIMS)]
+        taken = [one for each in claims for one in each["status"]["allocation"]["devices"]["results"]]
+        found: list[dict[str, Any]] = []
+        for _ in range(number):
+            for device in published["spec"]["devices"]:
+                needed = {name: each["requestPolicy"]["default"] for name, each in device["capacity"].items()}
+                has_room = all(
+                    sum(
+                        parse_quantity(one["consumedCapacity"][name])
+                        for one in (*taken, *found)
+                        if one["device"] == device["name"]
+                    )
+                    + parse_quantity(needed[name])
+                    <= parse_quantity(each["value"])
+                    for name, each in device["capacity"].items()
+                )
+                if has_room and not device.get("taints"):
+                    found.append(result(request=EXTENDED, device=device["name"], consumedCapacity=needed))
+                    break
+            else:
+                raise RefusedError("cannot allocate all claims")
+        return self.claim(*found)
 
     def pod(self, *claims: Claim) -> StandInPod:
         """Place a pod here that uses these claims."""

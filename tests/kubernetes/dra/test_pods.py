@@ -12,7 +12,7 @@ import pytest
 from mpsd.core.dra import prepared
 from mpsd.simulator.client import program
 from tests.harness import wait_until
-from tests.kubernetes.dra.cluster import GPU, DraCluster, opaque, result
+from tests.kubernetes.dra.cluster import EXTENDED, GPU, DraCluster, gpu, opaque, result
 from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 from tests.simulated_clients import outside
@@ -183,13 +183,79 @@ def test_a_request_id_is_no_evidence(make_cluster: MakeCluster) -> None:
     assert [each["id"] for each in cluster.leases()] == [lease["id"]]
 
 
+class TestSharedClaim:
+    """A claim that several pods of the node use: its share is one lease, which all of them hold."""
+
+    def test_outlives_the_first_pod(self, make_cluster: MakeCluster) -> None:
+        """The share is that of all pods together, and stays until the last of them has ended."""
+        cluster = make_cluster(control=None, durations={"mpsd.kubernetes.dra.driver._LOOK_FOR_PODS": 0.5})
+        claim = cluster.claim(result("30", "4Gi"))
+        first = cluster.pod(claim)
+        before = first.start("main").variables["MPSD_LEASE"]
+        cluster.await_held(first)
+        second = cluster.pod(claim)
+        # Without a token no process of it is a bearer: what keeps its lease is that its group holds it.
+        second.start("main", ("env", "-u", "MPSD_LEASE_TOKEN", "sleep", "inf"))
+        wait_until(lambda: len(cluster.lease(before)["holders"]) == 2, what="both pods to hold it")
+        first.delete()
+        wait_until(lambda: len(cluster.lease(before)["holders"]) == 1, what="the first pod to be gone")
+        assert [each["id"] for each in cluster.held(second)] == [before]
+        container = second.start("again", program(), more=outside(cluster.node))
+        assert container.process.stdout is not None
+        said = json.loads(container.process.stdout.readline())
+        assert (said["mps"], said["active_thread_percentage"]) == (True, 30.0)
+        assert [each["id"] for each in cluster.leases()] == [before]
+        second.delete()
+        cluster.await_nothing()
+
+
+class TestExtendedResource:
+    """Pods of the device plugin, whose resource the scheduler turns into a claim (Kubernetes 1.36)."""
+
+    def test_slices(self, cluster: DraCluster) -> None:
+        """25 of 100 slices are one lease of a quarter; kubelet is told of each, and the container has it once."""
+        claim = cluster.extended(25)
+        pod = cluster.pod(claim)
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 25 * 768 * 2**20)
+        assert container.variables["MPSD_LEASE"] == lease["id"]
+        assert len(container.cdi_devices) == 1
+        devices = claim.devices or []
+        assert {(each.device_name, *each.request_names) for each in devices} == {(GPU.lower(), EXTENDED)}
+        assert len({each.share_id for each in devices}) == 25
+        cluster.kill("plugin")
+        cluster.restart_plugin()
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_all_of_a_gpu(self, make_cluster: MakeCluster) -> None:
+        """With eight slices of a GPU, a pod may request all of them; a claim of Kubernetes has at most 32 shares."""
+        cluster = make_cluster(settings={"SLICES": "8", "MEMORY_STEP": "1MiB"})
+        pod = cluster.pod(cluster.extended(8))
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (96.0, 81408 * 2**20)
+        with pytest.raises(RefusedError, match="cannot allocate all claims"):
+            cluster.extended(1)
+        with pytest.raises(RefusedError, match="exceeds the claim limit of 32"):
+            cluster.extended(33)
+
+    def test_that_is_spread_over_gpus(self, make_cluster: MakeCluster) -> None:
+        """The scheduler knows no constraint for them: where it takes two GPUs, the pod's event says what to do."""
+        cluster = make_cluster(simulate=2, settings={"SLICES": "10"})
+        cluster.prepare(cluster.claim(result("75", "1Gi")))
+        with pytest.raises(RefusedError, match=r"was allocated on two GPUs.*delete the pod"):
+            cluster.prepare(cluster.extended(3))
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("results", "sentence"),
         [
             ([result(consumedCapacity=None)], "switch the feature gate DRAConsumableCapacity on"),
             ([result(adminAccess=True)], "delete adminAccess from the request"),
-            ([result(), result()], "write count: 1"),
+            ([result(), result(device=gpu(1).lower())], "a container gets one GPU"),
             ([result(device="gpu-9")], "mpsd does not show the GPU of node-1/gpu-9"),
             ([result(pool="node-2")], "is of another pool than this node's"),
             ([result(threads="much")], "'much' is not a quantity of Kubernetes"),
@@ -199,7 +265,7 @@ class TestRefusals:
     )
     def test_say_why(self, make_cluster: MakeCluster, results: list[dict[str, Any]], sentence: str) -> None:
         """Each refusal is a sentence with a remedy."""
-        cluster = make_cluster(settings={"WAIT": "0.1"})
+        cluster = make_cluster(simulate=2, settings={"WAIT": "0.1"})
         with pytest.raises(RefusedError) as refused:
             cluster.prepare(cluster.claim(*results))
         assert sentence in str(refused.value)

@@ -47,11 +47,11 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     assert second["attributes"]["index"] == {"int": 1}
     assert first["capacity"]["threads"] == {
         "value": "100",
-        "requestPolicy": {"default": "10", "validRange": {"min": "1", "max": "100", "step": "1"}},
+        "requestPolicy": {"default": "1", "validRange": {"min": "1", "max": "100", "step": "1"}},
     }
     assert first["capacity"]["memory"] == {
         "value": "81408Mi",
-        "requestPolicy": {"default": "7936Mi", "validRange": {"min": "256Mi", "max": "81408Mi", "step": "256Mi"}},
+        "requestPolicy": {"default": "768Mi", "validRange": {"min": "256Mi", "max": "81408Mi", "step": "256Mi"}},
     }
 
 
@@ -61,7 +61,7 @@ def test_threads_beyond_all(make_cluster: MakeCluster) -> None:
     (device,) = cluster.await_slice(1)["spec"]["devices"]
     assert device["capacity"]["threads"] == {
         "value": "200",
-        "requestPolicy": {"default": "20", "validRange": {"min": "1", "max": "100", "step": "1"}},
+        "requestPolicy": {"default": "2", "validRange": {"min": "1", "max": "100", "step": "1"}},
     }
     pods = [cluster.pod(cluster.claim(result("100", "8Gi"))) for _ in range(2)]
     for pod in pods:
@@ -178,7 +178,7 @@ def test_health(make_cluster: MakeCluster, service: str) -> None:
     A held GPU gets no new pods, and serves those that it has; without its control daemon, or without an answer of mpsd,
     it is another matter.
     """
-    cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.5"}, durations={"mpsd.kubernetes.mpsd_client._LOOK": 0.5})
+    cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.5"})
     assert cluster.endpoint is not None
     with grpc.insecure_channel(f"unix:{cluster.endpoint}") as channel:
         call = wire.watch_health(service)
@@ -279,3 +279,24 @@ class TestNode:
         assert self.metadata(cluster)["labels"]["zone"] == "a"
         assert self.metadata(cluster)["labels"]["mpsd.internal/model"] == "Simulated-GPU"
         assert self.metadata(cluster)["annotations"]["a"] == "b"
+
+
+@pytest.mark.thorough
+def test_capacity(make_cluster: MakeCluster) -> None:
+    """The capacity is what claims have and what mpsd can still grant, so that a claim that does not fit waits."""
+    cluster = make_cluster(durations={**BRISK, "mpsd.core.kubernetes.capacity.LASTING": 1.0})
+
+    def published(threads: str, memory: str) -> bool:
+        (device,) = cluster.await_slice(1)["spec"]["devices"]
+        found = device["capacity"]["threads"]
+        assert found["requestPolicy"]["validRange"]["max"] == found["value"]
+        return (found["value"], device["capacity"]["memory"]["value"]) == (threads, memory)
+
+    pod = cluster.pod(cluster.claim())
+    pod.start("main")
+    (held,) = cluster.await_held(pod)
+    other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
+    wait_until(lambda: published("40", "80384Mi"), what="the capacity to be less", deadline=20)
+    assert cluster.node.request("DELETE", f"/v1/leases/{other['id']}").status == 204
+    wait_until(lambda: published("100", "81408Mi"), what="the capacity to be back", deadline=20)
+    assert [each["id"] for each in cluster.held(pod)] == [held["id"]]

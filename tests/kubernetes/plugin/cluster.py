@@ -344,6 +344,11 @@ class StandIn:
         found: list[dict[str, Any]] = self.node.leases()
         return found
 
+    def lease(self, lease: str) -> dict[str, Any]:
+        """Return a lease, which may have ended."""
+        found: dict[str, Any] = self.node.get(f"/v1/leases/{lease}").json
+        return found
+
     def held(self, pod: Pod) -> list[dict[str, Any]]:
         """Return the leases that a pod holds."""
         return [each for each in self.leases() if any(uid_of(holder) == pod.uid for holder in each["holders"])]

@@ -151,14 +151,14 @@ class DeviceManager:
 
     def list_pods(self, _: object, __: object) -> podresources.ListPodResourcesResponse:
         answer = podresources.ListPodResourcesResponse()
-        with self.lock:
-            for pod, containers in self.had.items():
-                if pod in self.pods:
-                    shown = answer.pod_resources.add(name=self.pods[pod], namespace="default")
-                    for name, resources in containers.items():
-                        container = shown.containers.add(name=name)
-                        for resource, (ids, _answer) in resources.items():
-                            container.devices.add(resource_name=resource, device_ids=ids)
+        pods = dict(self.pods)  # without the lock: kubelet answers while it admits a pod
+        for pod, containers in dict(self.had).items():
+            if pod in pods:
+                shown = answer.pod_resources.add(name=pods[pod], namespace="default")
+                for name, resources in dict(containers).items():
+                    container = shown.containers.add(name=name)
+                    for resource, (ids, _answer) in dict(resources).items():
+                        container.devices.add(resource_name=resource, device_ids=ids)
         return answer
 
     # -- pods ----------------------------------------------------------------------------------------------------------

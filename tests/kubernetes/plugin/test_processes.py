@@ -1,10 +1,16 @@
 """Containers with one and with several CUDA processes: the unit of a share is the container."""
 
+import json
+from typing import Any
+
 import pytest
 
 from mpsd.simulator.client import program
-from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError
-from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.harness import wait_until
+from tests.kubernetes.dra.api_server import ApiServer
+from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandInPod
+from tests.kubernetes.plugin.conftest import MakeCluster, account
+from tests.kubernetes.plugin.test_pod_events import written
 from tests.kubernetes.plugin.test_pods import GIB, TWO, await_idle
 from tests.simulated_clients import outside
 
@@ -27,7 +33,8 @@ def test_declared(make_cluster: MakeCluster) -> None:
     assert started["name"] == "default/pod-1/main"
     gpu = cluster.node.get("/v1/gpus").json["gpus"][0]
     assert (gpu["threads_granted"], gpu["clients"]) == (75, 5)
-    with pytest.raises(RefusedError, match=r"37\.5 % .*only 25 %"):
+    wait_until(lambda: (cluster.healthy(SLICE), cluster.healthy(FOUR)) == (4, 6), what="the rest to be what counts")
+    with pytest.raises(RefusedError, match="Requested: 3, Available: 2"):
         cluster.create({"main": {FOUR: 3}})
     pods.append(cluster.create({"main": {SLICE: 2}}))
     pods[-1].start("main")
@@ -59,3 +66,62 @@ def test_declared_for_two_resources(make_cluster: MakeCluster) -> None:
     mixed = cluster.create({"main": {CORE: 10, f"{MEMORY}.processes-4": 8}})
     with pytest.raises(RefusedError, match="asks for resources of different numbers of processes"):
         mixed.start("main")
+
+
+class Program:
+    """A CUDA process of a container: a container that starts again while its first process runs is one with two."""
+
+    def __init__(self, pod: StandInPod, container: str = "main") -> None:
+        self.container = pod.start(container, program(), more=outside(pod.cluster.node))
+        self.process = self.container.process
+        self.hello = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def do(self, command: str) -> bool:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        return bool(self._answer()["ok"])
+
+
+def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
+    """The processes of a container hold no more memory than its share, and its pod is told what its manifest lacks.
+
+    A container with a quarter of the GPU runs three processes, each with the limits of one: that is told, and the
+    newest one ends. The other container of its pod, and another pod, keep their places and all of their memory.
+    """
+    config = '[enforcement]\ngrace = 0.3\n[violations]\nmemory = "terminate"\n'
+    cluster = make_cluster(settings={**EIGHT, **account(api_server), "REPORT": "never"}, control=None, config=config)
+    pod, other = cluster.create({"main": {SLICE: 2}, "side": {SLICE: 1}}), cluster.create({"main": {SLICE: 5}})
+    neighbour = Program(other)
+    oldest, middle, newest = (Program(pod) for _ in range(3))
+    side = Program(pod, "side")
+    try:
+        for each in (oldest, middle, newest):
+            assert each.hello["active_thread_percentage"] == 25
+            assert each.do("alloc 9GiB")
+        newest.process.wait(30)
+        assert neighbour.do("alloc 49GiB")
+        assert side.do("alloc 9GiB")
+        assert oldest.do("sync")
+        assert middle.do("sync")
+        wait_until(lambda: len(written(api_server)) == 2, what="two events")
+        told = {each["reason"]: each for each in written(api_server)}
+        assert {each["involvedObject"]["uid"] for each in told.values()} == {pod.uid}
+        undeclared, memory = told["UndeclaredProcess"]["message"], told["MemoryOverShare"]["message"]
+        assert undeclared == (
+            "container main: a process is an extra client of its share, which may have at most 1; each process has the"
+            " limits of one, and those too many count as used until they end; request a resource for several processes"
+            f" ({FOUR}), or start fewer"
+        )
+        assert memory.startswith(
+            "container main: the processes of its share hold 27GiB of memory on gpu0 instead of 19"
+        )
+        assert f"process {newest.process.pid} holds 9GiB, beside older ones, and mpsd ends it; request more" in memory
+    finally:
+        for each in (oldest, middle, newest, side, neighbour):
+            each.container.end()

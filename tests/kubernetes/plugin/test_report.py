@@ -1,14 +1,20 @@
 """Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
 import json
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from mpsd.kubernetes.node_report import Pace
 from tests.harness import wait_until
-from tests.kubernetes.dra.api_server import ApiServer
+from tests.kubernetes.dra.api_server import ApiServer, merged
 from tests.kubernetes.dra.cluster import NODE
 from tests.kubernetes.plugin.cluster import SLICE, StandIn
 from tests.kubernetes.plugin.conftest import MakeCluster, account
+
+OPERATORS = {"mpsd.internal/sharing": "true"}
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -48,6 +54,70 @@ def test_a_pod_that_was_given_no_lease(cluster: StandIn, api_server: ApiServer) 
 
     wait_until(shares, what="the share to be reported")
     assert shares() == [["", 0.1, 1]]
+
+
+@pytest.fixture
+def labelled(cluster: StandIn, api_server: ApiServer) -> StandIn:
+    """Return the node once it is labelled; it has a label of an operator's, too."""
+    api_server.put(
+        f"/api/v1/nodes/{NODE}",
+        merged(api_server.objects[f"/api/v1/nodes/{NODE}"], {"metadata": {"labels": OPERATORS}}),
+    )
+    wait_until(lambda: "mpsd.internal/gpus" in metadata_of(api_server), what="labels")
+    return cluster
+
+
+def test_leaves_nothing(labelled: StandIn, api_server: ApiServer) -> None:
+    """A plugin that ends removes its labels and its annotation, and no other; the next one writes them again."""
+    assert labelled.end_plugin() == 0
+    assert metadata_of(api_server) == OPERATORS
+    assert api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"] == {}
+    labelled.start_plugin()
+    wait_until(lambda: "mpsd.internal/gpus" in metadata_of(api_server), what="labels")
+
+
+@pytest.mark.parametrize("refusal", [403, 429, None])
+def test_cannot_remove_its_labels(labelled: StandIn, api_server: ApiServer, refusal: int | None) -> None:
+    """A plugin ends also where the API server refuses, is too busy, or away; the log says what is left."""
+    if refusal is None:
+        api_server.stop()
+    api_server.refusal = refusal
+    assert labelled.end_plugin() == 0
+    assert labelled.log("node_not_reported")
+    assert "mpsd.internal/gpus" in metadata_of(api_server)
+
+
+def test_is_renewed(make_cluster: MakeCluster, api_server: ApiServer) -> None:
+    """Without a change, the annotation is written again, with its time and when the next one is due."""
+    durations = {"mpsd.kubernetes.node_report._RENEWAL": 1.0}
+    make_cluster(settings={**account(api_server), "REPORT_INTERVAL": "0.5"}, durations=durations)
+
+    def state() -> Any:
+        notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
+        return json.loads(notes["mpsd.internal/state"]) if notes else None
+
+    first = wait_until(state, what="the annotation")
+    assert datetime.now(tz=UTC) - datetime.fromisoformat(first["at"]) < timedelta(minutes=5)
+    later = wait_until(lambda: each if (each := state())["at"] > first["at"] else None, what="it to be renewed")
+    assert {**later, "at": ""} == {**first, "at": ""}
+    assert first["due"] == 1
+
+
+def test_pace() -> None:
+    """Where pods change all the time, a node writes four times, and then once in ten intervals; it may then rest."""
+    pace, writes = Pace(30.0), list[int]()
+    for now in range(100_000):
+        if now >= pace.due:
+            pace.spend(now)
+            writes.append(now)
+    gaps = [after - before for before, after in pairwise(writes)]
+    assert all(30 <= each <= 38 for each in gaps[:3])
+    assert len(writes) <= 100_000 / 300 + 6
+    assert max(gaps) <= 376
+    assert pace.due <= 100_000 + 376
+    pace.spend(110_000)
+    assert pace.due <= 110_000 + 38
+    assert 110_600 <= pace.renewal <= 110_750
 
 
 def metadata_of(api_server: ApiServer) -> dict[str, str]:

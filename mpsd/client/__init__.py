@@ -91,9 +91,9 @@ class Api(Connection):
         """Set the remaining time to live of a lease."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
 
-    def attach(self, lease: str) -> "answer_types.Lease":
+    def attach(self, lease: str, *, deadline: float = inf) -> "answer_types.Lease":
         """Open a lease's limits for its further processes; returns when they are open."""
-        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
+        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=deadline))
 
     def hold(self, lease: str, request: Mapping[str, object], *, deadline: float = inf) -> "answer_types.Lease":
         """Add or replace a lease's holder, or take its claim; returns when the lease is open to the holder."""

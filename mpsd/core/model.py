@@ -600,7 +600,7 @@ class ViolationKind(StrEnum):
     PROCESSES = "processes"
     """Its lease already has its maximum number of client processes."""
     LIMITS = "limits"
-    """Its environment makes MPS drop its memory limit, including the server's."""
+    """It was started in an environment that names more than its part, or makes MPS drop its memory limit."""
     SHORT = "short"
     """It attached while less was open than its share."""
     MEMORY = "memory"

@@ -11,6 +11,7 @@ import click
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
+from mpsd.core.kubernetes import webhook as admission
 from mpsd.core.kubernetes.settings import PREFIX, Offer, When
 from mpsd.core.sanitize import plain
 from mpsd.system.host.configuration import read_text
@@ -36,11 +37,23 @@ _LIBRARIES: Final = {"google", "grpc"}
 @click.option(
     "--dra", is_flag=True, help="Run as the driver of Dynamic Resource Allocation instead of a device plugin."
 )
+@click.option("--webhook", is_flag=True, help="Run as the webhook that gives pods the shares that a variable names.")
+@click.option(
+    "--renew-certificate", metavar="NAME", help="Renew the certificate of the webhook NAME if it is due, and exit."
+)
 @click.option(
     "--check", is_flag=True, help="Validate the configuration, say what a node would offer, and exit with 0 or 78."
 )
 def cli(
-    *, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool, check: bool
+    *,
+    config: Path | None,
+    socket: str | None,
+    kubelet_dir: str | None,
+    node: str | None,
+    dra: bool,
+    webhook: bool,
+    renew_certificate: str | None,
+    check: bool,
 ) -> None:
     """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin, or its driver.
 
@@ -49,6 +62,8 @@ def cli(
     """
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
     found = settings.parse(read_text(config, _CONFIG) or "", os.environ, options)
+    if webhook:
+        admission.check(found)
     if check:
         click.echo(settings.summary(found))
         return
@@ -58,6 +73,13 @@ def cli(
     from mpsd.kubernetes.parts import program  # noqa: PLC0415
     from mpsd.kubernetes.service import run_plugin  # noqa: PLC0415
 
+    if webhook:
+        importlib.import_module("mpsd.kubernetes.webhook.server").run(found, Log(found.log_format))
+        return
+    if renew_certificate is not None:
+        certificate = importlib.import_module("mpsd.kubernetes.webhook.certificate")
+        certificate.run(found, os.environ, renew_certificate, Log(found.log_format))
+        return
     settings.check_capabilities(found, capabilities.effective())
     started = program(found, Log(found.log_format))
     if found.resources is Offer.DRA:

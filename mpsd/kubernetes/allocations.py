@@ -9,6 +9,7 @@ program.
 import base64
 import binascii
 import contextlib
+import hashlib
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
@@ -25,14 +26,16 @@ from mpsd.core.errors import (
     StoppingError,
     UnreachableError,
 )
-from mpsd.core.kubernetes import claims, devices
+from mpsd.core.kubernetes import claims, devices, hook
 from mpsd.core.kubernetes.claims import Claimed, Held, Open, Release, Renew
 from mpsd.core.kubernetes.devices import KINDS, Container, Gpu, Kind, Numbers, Part
+from mpsd.core.kubernetes.hook import ALLOCATION, VISIBLE_DEVICES
 from mpsd.core.kubernetes.settings import GpuDevices, Offer, Settings
 from mpsd.core.model import Limits, Visible
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.roles import RESERVED
+from mpsd.core.settings import Attach
 from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.kubelet import Kubelet, User, group_path, is_populated
 from mpsd.kubernetes.log import EventName
@@ -42,9 +45,6 @@ from mpsd.kubernetes.pod_events import PodName, Reason
 from mpsd.kubernetes.pod_leases import MOMENT, PodLeases
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
-
-_ALLOCATION: Final = "MPSD_ALLOCATION"
-"""The variable that distinguishes the processes of a container from those of other containers of its pod."""
 
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
@@ -76,10 +76,16 @@ class Allocations(PodLeases):
         """The error with which a claim was not taken, by lease."""
         self._others: dict[str, str] = {}
         """The resources under which other plugins offer the same GPUs."""
+        self._starting = set[str]()
+        """The leases that pods take now, or whose turn they await."""
         self._tried = set[str]()
         """Leases that mpsd refused to hand over since the last reconciliation."""
         self._waits_until: dict[str, float] = {}
         """By lease of a pod that was ending, the end of the wait for it (monotonic clock)."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._hook.write_device()
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
@@ -91,23 +97,25 @@ class Allocations(PodLeases):
             if gpu.because:  # kubelet may not know yet, and would take the other resource from another GPU
                 hint = "create the pod again, or let its controller do so"
                 raise DaemonNotReadyError(f"GPU {gpu.position} has no new work now: {gpu.because}", hint=hint)
-            return _answer(self._half(kind, gpu, numbers), gpu, self._settings)
+            return self._answer(self._half(kind, gpu, numbers), gpu)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
+        allocation = _allocation(uuid, numbers)
         try:
             self._free(uuid, {kind: numbers})
             with self._mpsd.hurried(MOMENT):
-                lease = self._claim_for(gpu, {kind: numbers}, part, wait=0.0)
+                lease = self._claim_for(gpu, {kind: numbers}, part, allocation, wait=0.0)
         except (UnreachableError, StoppingError) as error:
             # mpsd may be restarting: the lease is claimed before the container starts, which only that pod waits for.
             self._log.warning(EventName.CONTAINER_NOT_CLAIMED, error, gpu=uuid, devices={kind: len(numbers)})
-            return _answer(self._limits(gpu, part, self._processes([numbers])), gpu, self._settings)
-        return _answer({**lease["env"], _ALLOCATION: secrets.token_hex(8)}, gpu, self._settings)
+            return self._answer(self._limits(gpu, part, numbers), gpu)
+        return self._answer({**lease["env"], ALLOCATION: allocation}, gpu)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
         """Prove that a container has its requested share, before it is created."""
         settings = self._settings
         uuid, numbers = devices.on_one_gpu(ids, kind, settings)
         gpu = self._gpu(uuid)
+        self._hook.keep_device()
         container = devices.with_devices(self._containers(), kind, uuid, numbers, settings)
         counts = {each: len(container.numbers[each]) for each in container.numbers}
         part = devices.part_of(counts, gpu, settings, devices.variant_of(container.numbers.values(), settings))
@@ -125,7 +133,7 @@ class Allocations(PodLeases):
             raise refusal
         if found is None:
             self._free(uuid, container.numbers, container.pod)
-            lease = self._claim_for(gpu, container.numbers, part, wait=settings.wait)
+            lease = self._claim_for(gpu, container.numbers, part, self._allocation_of(container), wait=settings.wait)
             self._check_same(container, lease)
         self._hold(container, group)
         share = {"gpu": uuid, "threads": part.percent, "mebibytes": part.mebibytes}
@@ -150,20 +158,21 @@ class Allocations(PodLeases):
             return {limit.variable: limit.for_client(Limits(threads, None))}
         memory = PinnedDeviceMemLimit(number * self._settings.memory_unit.mebibytes // divisor)
         limit = limits.PINNED_DEVICE_MEM_LIMIT
-        return {limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)), **self._place(gpu)}
+        return {limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)), **self._place(gpu, numbers)}
 
-    def _limits(self, gpu: Gpu, part: Part, processes: int | str) -> dict[str, str]:
+    def _limits(self, gpu: Gpu, part: Part, numbers: Numbers) -> dict[str, str]:
         """Return the variables of a container whose lease is still to be claimed, as that will have them."""
+        processes = self._processes([numbers])
         number = processes if isinstance(processes, int) else 1
         threads, memory = ActiveThreadPercentage(part.tenths // number), PinnedDeviceMemLimit(part.mebibytes // number)
-        return {**self._place(gpu), **limits.variables(Limits(threads, memory))}
+        return {**self._place(gpu, numbers), **limits.variables(Limits(threads, memory))}
 
-    def _place(self, gpu: Gpu) -> dict[str, str]:
+    def _place(self, gpu: Gpu, numbers: Numbers) -> dict[str, str]:
         """Return the variables of a container on a GPU, beside its limits."""
         return {
             PIPE_DIRECTORY: gpu.pipe_directory,
             _DEVICES: gpu.uuid if self._settings.visible is Visible.UUID else str(limits.DEVICE),
-            _ALLOCATION: secrets.token_hex(8),
+            ALLOCATION: _allocation(gpu.uuid, numbers),
         }
 
     def _containers(self) -> list[Container]:
@@ -216,9 +225,21 @@ class Allocations(PodLeases):
                     limit="devices",
                 )
 
-    def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part, *, wait: float) -> LeaseAnswer:
+    def _answer(self, variables: Mapping[str, str], gpu: Gpu) -> deviceplugin.ContainerAllocateResponse:
+        answer = _answer(variables, gpu, self._settings)
+        if PIPE_DIRECTORY in variables and self._hook.program is not None:
+            answer.cdi_devices.add(name=hook.DEVICE)
+        return answer
+
+    def _allocation_of(self, container: Container) -> str | None:
+        primary = KINDS[self._settings.resources][-1]
+        return _variables_of(container.answers.get(primary, "")).get(ALLOCATION)
+
+    def _claim_for(
+        self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part, allocation: str | None, *, wait: float
+    ) -> LeaseAnswer:
         settings, request = self._settings, f"{RESERVED}{secrets.token_hex(16)}"
-        labels = claims.labels(numbers)
+        labels = {**claims.labels(numbers), **({} if allocation is None else {hook.LABEL: allocation})}
         more = {"labels": labels, "request_id": request, "visible": settings.visible}
         lease = self._claim(gpu.uuid, part, settings.uid, self._processes(numbers.values()), wait=wait, **more)
         share = {"gpu": gpu.uuid, "threads": part.percent, "mebibytes": part.mebibytes}
@@ -277,13 +298,12 @@ class Allocations(PodLeases):
             self._complete(each.held, each.container)
 
     def _complete(self, held: Held, container: Container) -> None:
-        primary = KINDS[self._settings.resources][-1]
-        marker = _variables_of(container.answers.get(primary, "")).get(_ALLOCATION)
-        if marker is None:
+        allocation = self._allocation_of(container)
+        if allocation is None:
             return
         taken_for = None if held.pod is None else held.uid
         try:
-            found = self._running([container.pod], _ALLOCATION, marker, taken_for)
+            found = self._running([container.pod], ALLOCATION, allocation, taken_for)
         except NotPermittedError as error:
             self._not_held(held, container, None, error)
             return
@@ -292,7 +312,7 @@ class Allocations(PodLeases):
         group, user = found
         if self._settings.uid not in {None, user.uid}:
             user = User(self._settings.uid, self._settings.uid)
-        if user.uid != taken_for and held.lease not in self._tried:
+        if user.uid != taken_for and held.lease not in {*self._tried, *self._starting}:
             with self._lock:
                 if Open(held, container) in self._pending:
                     self._hand_over(held, container, group, user)
@@ -301,11 +321,26 @@ class Allocations(PodLeases):
         """Hand over a lease to its pod before the container starts."""
         with self._lock:
             found = self._lease_of(container)
-            if found is None or found.held.pod is not None:
+            if found is None:
                 return
-            uid = self._take_before_start(found.held.lease, group, self._settings.uid)
-            if uid is not None:
-                self._holds(found.held.lease, container, uid)
+            lease = found.held.lease
+            self._starting.add(lease)
+        try:  # without the lock: the turn of this lease may come after those of others
+            if found.held.pod is not None:
+                self._mpsd.await_turn(lease)
+            elif (uid := self._take_before_start(lease, group, self._settings.uid)) is not None:
+                self._holds(lease, container, uid)
+        except UnreachableError:
+            if self._mpsd.attach() != Attach.STRICT:
+                raise
+            raise DaemonNotReadyError(
+                f"{container} waits for its turn to use GPU {container.gpu}: other containers of this GPU are starting,"
+                " and one attaches after the other there",
+                hint="kubelet tries again by itself",
+                limit="attach",
+            ) from None
+        finally:
+            self._starting.discard(lease)
 
     def _hand_over(self, held: Held, container: Container, group: str, user: User) -> None:
         try:
@@ -348,7 +383,9 @@ class Allocations(PodLeases):
         return next((f"container {each.name}" for each in own if each.numbers == numbers), "")
 
     def _try(self, action: Release | Renew) -> None:
-        """Do an action; one that mpsd refuses is decided again by the next reconciliation."""
+        """Do an action; one that mpsd refuses, or about a lease that is taken now, is decided again."""
+        if action.held.lease in self._starting:
+            return
         try:
             self._end_or_renew(action)
         except MpsdError as error:
@@ -397,7 +434,7 @@ def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> devic
         device = settings.cdi_device.format(uuid=gpu.uuid)
         match settings.gpu_devices:
             case GpuDevices.ENVIRONMENT:
-                response.envs["NVIDIA_VISIBLE_DEVICES"] = gpu.uuid
+                response.envs[VISIBLE_DEVICES] = gpu.uuid
             case GpuDevices.CDI_FIELD:
                 response.cdi_devices.add(name=device)
             case GpuDevices.CDI_ANNOTATION:
@@ -405,6 +442,11 @@ def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> devic
             case GpuDevices.NONE:
                 pass
     return response
+
+
+def _allocation(gpu: str, numbers: Numbers) -> str:
+    """Return what distinguishes a container from others of its pod, except those before it with the same devices."""
+    return hashlib.sha256(f"{gpu} {devices.encode(numbers)}".encode()).hexdigest()[:16]
 
 
 def _variables_of(encoded: str) -> dict[str, str]:

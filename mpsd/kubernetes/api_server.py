@@ -114,6 +114,14 @@ class ApiServer:
         except msgspec.MsgspecError as error:
             raise _garbled(f"ResourceClaim {namespace}/{name}", error) from None
 
+    def apply_claim_status(self, document: Document, manager: str) -> None:
+        """Apply the entries of a driver to the status of a ResourceClaim. Raises NotFoundError and ConflictError."""
+        match document:
+            case {"metadata": {"namespace": str(namespace), "name": str(name)}}:
+                path = f"{_RESOURCE}/namespaces/{_segment(namespace)}/resourceclaims/{_segment(name)}/status"
+                query = f"?fieldManager={quote(manager)}&force=true"
+                self._ask("PATCH", path + query, document, what=f"the status of ResourceClaim {namespace}/{name}")
+
     def slice(self, name: str) -> Document | None:
         """Return a ResourceSlice; None where there is none."""
         try:
@@ -200,6 +208,8 @@ class ApiServer:
         headers["User-Agent"] = "mpsd-kubernetes"
         if body is not None:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            if "fieldManager=" in path:  # server-side apply, which takes YAML, of which JSON is a part
+                kind = "application/apply-patch+yaml"
             headers["Content-Type"] = kind
         try:
             connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)

@@ -10,7 +10,7 @@ from mpsd.client import Api
 from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.dra.prepared import share_of
-from mpsd.core.errors import NotFoundError, StoppingError, UnreachableError
+from mpsd.core.errors import DoesNotFitError, NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
 from mpsd.core.kubernetes.capacity import Use
 from mpsd.core.kubernetes.claims import Claimed, Held
@@ -122,6 +122,11 @@ class Mpsd:
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
         token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
         self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
+
+    def await_turn(self, lease: str) -> None:
+        """Return when further processes can attach to a lease: at once, unless mpsd lets one lease attach at a time."""
+        with contextlib.suppress(DoesNotFitError):  # it has all of its processes: the end of each opens it again
+            self._patiently(lambda api: api.attach(lease, deadline=2 * _ANSWER))
 
     def add_holder(self, lease: str, group: str) -> None:
         """Let the control group of a further pod hold a lease, too, for as long as the group exists."""

@@ -10,18 +10,20 @@ from collections.abc import Collection, Iterable, Mapping, Sized
 from typing import Final
 
 from mpsd.core.errors import DoesNotFitError, MpsdError, NotPermittedError, UnreachableError
-from mpsd.core.kubernetes import refusals
+from mpsd.core.kubernetes import claims, refusals
 from mpsd.core.kubernetes.claims import ROOT, Held, Release, Renew
 from mpsd.core.kubernetes.devices import Part as Share
 from mpsd.core.kubernetes.refusals import Taken
 from mpsd.core.units import MIB
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
+from mpsd.kubernetes.hook import Hook
 from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Part, Program
 from mpsd.kubernetes.pod_events import PodEvents, PodName, Reason
+from mpsd.system import clock
 
 MOMENT: Final = 0.25
 """Seconds for each answer while kubelet waits: it admits no pod meanwhile, not even one without a GPU."""
@@ -39,6 +41,7 @@ class PodLeases(Part, ABC):
     def __init__(self, program: Program, api_server: ApiServer | None) -> None:
         """`api_server` is for events about pods; None where none are written."""
         super().__init__(program)
+        self._hook = Hook(program)
         self.events = PodEvents(program, api_server, self._pod_name)
         self._pending: Sized = ()
         self._said: dict[str, str] = {}
@@ -50,6 +53,10 @@ class PodLeases(Part, ABC):
     def has_pending(self) -> bool:
         """Whether a container has not been seen with its lease yet."""
         return bool(self._pending)
+
+    def begin(self) -> None:
+        """Begin to work, before kubelet can call."""
+        self._hook.find()
 
     @abstractmethod
     def reconcile(self) -> None:
@@ -150,7 +157,13 @@ class PodLeases(Part, ABC):
         return None
 
     def _take(self, held: Held, group: str, user: User) -> None:
-        """Let a pod take a lease for the user of its program, from another user where the pod has it already."""
+        """Let a pod take a lease for the user of its program, from another user where the pod has it already.
+
+        The hook may have done so since the lease was read: to hand it over again would close it for a moment.
+        """
+        now = claims.held(self._mpsd.lease(held.lease), clock.now(), self._settings)
+        if now is not None and now.pod is not None and now.uid == user.uid:
+            return
         if held.pod is not None:
             self._mpsd.renew(held.lease, self._settings.claim_deadline, user.uid)
         self._mpsd.take(held.lease, group, user)

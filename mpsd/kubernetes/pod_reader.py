@@ -47,7 +47,7 @@ class PodReader:
         except TimeoutError:
             if not asked.done():
                 return None
-            raise
+            found = asked.result()  # it has come just now
         finally:
             if asked.done():
                 self._asked.pop(pod, None)

@@ -84,6 +84,7 @@ class Service(Part):
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: one waits for them
         self._log.info(EventName.PLUGIN_STARTED, **facts)
+        self._leases.begin()
         for name, run in self._threads.items():
             threading.Thread(target=self._run, args=[run], name=name, daemon=True).start()
         awaited = [threading.Thread(target=self._run, args=[run], name=name) for name, run in self._awaited.items()]

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpsd.simulator.cuda import CudaError, Pinned, pinned
-from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, Setting, there
+from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, Setting, start_ticks, there
 
 _SOCKET: Final = "simulated_clients"
 _PACKET: Final = 1 << 18
+
+_LEAST_HELD: Final = 1 << 20
+"""Bytes that NVML shows of a process with a context that has allocated nothing: some, as on a GPU (145 MiB and more on
+580, an H200). They are not added to what is allocated, so that a node's sums stay those of its programs."""
 
 
 class FailedError(Exception):
@@ -46,6 +50,8 @@ class CudaProcess:
         """The pid of the server; None outside MPS."""
         self.contexts: dict[int, Context] = {}
         """By number; the last one is the current context."""
+        self._pid = os.getpid()
+        """Its pid as NVML shows it: with MPS, that outside of its container."""
         self._connection: socket.socket | None = None
         self._device: Device | None = None
         self._share: Pinned | None = None
@@ -70,7 +76,7 @@ class CudaProcess:
         }
         said = self._ask(self._connection, hello, CudaError.MPS_CONNECTION_FAILED)
         self._device = Device(Path(said["gpus"]), said["gpu"])
-        self.server = said["server"]
+        self.server, self._pid = said["server"], said["pid"]
 
     @property
     def attributes(self) -> dict[str, bool]:
@@ -156,8 +162,8 @@ class CudaProcess:
         assert self._device is not None  # noqa: S101 - CUDA is initialised
         kind = Kind.COMPUTE if self._connection is None else Kind.MPS_COMPUTE
         if not self.contexts:
-            self._device.release(os.getpid())
-        elif not self._device.hold(os.getpid(), self.allocated, kind):
+            self._device.release(self._pid)
+        elif not self._device.hold(self._pid, max(self.allocated, _LEAST_HELD), kind, start_ticks(os.getpid())):
             raise FailedError(CudaError.OUT_OF_MEMORY)
 
     def compute(self, work: float, launched: Callable[[], None] | None = None) -> float:

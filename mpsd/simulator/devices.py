@@ -72,14 +72,18 @@ class Device:
 
     # -- memory --
 
-    def hold(self, pid: int, memory: int, kind: Kind) -> bool:
-        """Record that a process holds this many bytes in all; False where the GPU does not have them."""
+    def hold(self, pid: int, memory: int, kind: Kind, ticks: int | None = None) -> bool:
+        """Record that a process holds this many bytes in all; False where the GPU does not have them.
+
+        `ticks` is its start time, for a process in a container that has another `pid` outside. It sees none of the
+        other processes, and so their memory does not count for it.
+        """
         with self._locked():
             others = sum(held.memory for each, held in self.processes().items() if each != pid)
             if others + memory > MEMORY:
                 return False
             new = self._path / f"{pid}.new"
-            new.write_text(f"{start_ticks(pid)} {memory} {kind}\n", encoding="utf-8")
+            new.write_text(f"{ticks or start_ticks(pid)} {memory} {kind}\n", encoding="utf-8")
             new.rename(self._path / str(pid))
             return True
 

@@ -180,7 +180,7 @@ class _Service:
             return
         self._connections[pid] = connection
         self._events.register(connection, selectors.EVENT_READ, lambda: self._listen(pid, connection))
-        self._answer_client(connection, {"server": self._pid, "gpus": self._gpus, "gpu": found.gpu})
+        self._answer_client(connection, {"server": self._pid, "gpus": self._gpus, "gpu": found.gpu, "pid": pid})
 
     def _answer_client(self, connection: socket.socket, answer: dict[str, Any]) -> None:
         if not self._server.wedged:  # a wedged server answers no client

@@ -20,6 +20,10 @@ _NEWER: Final = ("kubectl",)
 _GO: Final = ("golang-1.19-go", "golang-1.19-src")
 _GO_ROOT: Final = "usr/lib/go-1.19"
 
+_REFLECT: Final = "github.com/modern-go/reflect2"
+_NEWER_REFLECT: Final = ("golang-github-modern-go-reflect2-dev",)
+"""Kubernetes has 1.0.1, which Go 1.18 and newer break: the API server would die of each patch of a webhook."""
+
 _TAGS: Final = "providerless,dockerless"
 """Kubernetes' own tags, which leave out the clouds, whose metadata is unavailable here, and Docker."""
 
@@ -68,6 +72,9 @@ def _make(folder: Path, say: Callable[[str], object]) -> None:
     tree.parent.mkdir(parents=True)
     # apt has verified it by its index; --no-check avoids the need for its uploaders' keys.
     run("dpkg-source", "--no-check", "--extract", str(description), str(tree))
+    _unpack(_NEWER_REFLECT, folder / "reflect", folder / "packages", config)
+    shutil.rmtree(tree / "vendor" / _REFLECT)
+    shutil.move(folder / "reflect" / "usr" / "share" / "gocode" / "src" / _REFLECT, tree / "vendor" / _REFLECT)
     (made / "bin").mkdir(parents=True)
     pause = tree / "build" / "pause" / "linux" / "pause.c"
     run("gcc", "-Os", "-static", "-DVERSION=1", "-o", f"{made}/bin/pause", str(pause))

@@ -22,7 +22,7 @@ _SECONDS: Final = 120.0
 """
 
 
-_CTR: Final = (f"{PROGRAMS}/usr/bin/ctr", f"--address={CONTAINERD}", "--namespace=k8s.io")
+CTR: Final = (f"{PROGRAMS}/usr/bin/ctr", f"--address={CONTAINERD}", "--namespace=k8s.io")
 
 _LINES: Final = 12
 _COLUMNS: Final = 400
@@ -150,11 +150,11 @@ class Cluster:
     def load(self, archive: Path) -> None:
         """Load the images of an archive into the node."""
         with archive.open("rb") as file:
-            self.run(*_CTR, "images", "import", "-", stdin=file)
+            self.run(*CTR, "images", "import", "-", stdin=file)
 
     def tag(self, image: str, name: str) -> None:
         """Give an image of the node another name."""
-        self.run(*_CTR, "images", "tag", image, name)
+        self.run(*CTR, "images", "tag", image, name)
 
     # -- the cluster --------------------------------------------------------------------------------------------------
 

@@ -96,9 +96,11 @@ class Containerd:
         assert done.returncode == 0 or not check, f"ctr {' '.join(arguments)}: {done.stderr}{done.stdout}"
         return done
 
-    def run(self, name: str, files: Path, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """Return a command that runs a container on this root file system."""
-        group = f"--cgroup=/{self.group}/{name}"
+    def run(
+        self, name: str, files: Path, *command: str, options: Sequence[str] = (), group: str | None = None
+    ) -> list[str]:
+        """Return a command that runs a container on this root file system, in a control group of its own or this."""
+        group = f"--cgroup={group or f'/{self.group}/{name}'}"
         return self._ctr("run", f"--runc-binary={self.runc}", group, "--rootfs", *options, str(files), name, *command)
 
     def pid(self, name: str) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from mpsd.core.containers import cdi
 from mpsd.simulator.devices import VARIABLE
+from mpsd.system.files import cdi_directory
 from tests.container.contained import Contained
 from tests.container.containerd import Containerd
 from tests.container.docker import Docker
@@ -32,7 +33,11 @@ from tests.container.sidecar import USER
 from tests.daemon.helpers import is_running
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
+from tests.kubernetes.conftest import kubernetes_fork_server
+from tests.kubernetes.plugin.cluster import SLICE, StandIn
 from tests.node import Node
+
+__all__ = ["kubernetes_fork_server"]
 
 pytestmark = [
     pytest.mark.container,
@@ -147,6 +152,94 @@ def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
             ended(node, lease)
             if victim == "containerd":
                 containerd.start()
+
+
+@pytest.fixture
+def image(short_tmp: Path) -> Iterator[Path]:
+    """Mount this machine's files as a container has those of its image: a file system of its own, at its own path."""
+    place = short_tmp / "image"
+    place.mkdir()
+    mounted: list[Path] = []
+
+    def mount(kind: str, options: str, where: Path) -> None:
+        subprocess.run(["mount", "-t", kind, "-o", options, "mpsd-tests", str(where)], check=True)
+        mounted.append(where)
+
+    try:
+        mount("tmpfs", "mode=755", place)
+        for name in ("upper", "work", "root"):
+            (place / name).mkdir()
+        mount("overlay", f"lowerdir=/,upperdir={place}/upper,workdir={place}/work", place / "root")
+        yield place / "root"
+    finally:
+        for each in reversed(mounted):
+            subprocess.run(["umount", "--lazy", str(each)], check=True)
+
+
+@pytest.fixture
+def cluster(image: Path, containerd: Containerd, node: Node, kubernetes_fork_server: ForkServer) -> Iterator[StandIn]:
+    """Run a stand-in for kubelet, and mpsd-kubernetes in a container with the rights of its manifest."""
+    cluster = StandIn(node, node.root.parent / "kubelet", kubernetes_fork_server, settings={"HOOK": "auto"})
+    try:
+        cluster.start_kubelet()
+        device_directory = cdi_directory.DEFAULT
+        device_directory.mkdir(exist_ok=True)
+        shown = (node.root, cluster.root, device_directory, Path("/sys/fs/cgroup"))
+        variables = {**cluster.variables(), "MPSD_KUBERNETES_CDI_DIR": str(device_directory)}
+        options = [
+            "--detach", f"--with-ns=pid:/proc/{os.getpid()}/ns/pid", f"--log-uri=file://{cluster.root}/plugin.log",
+            *(f"--cap-add=CAP_{each}" for each in cluster.capabilities),
+            *(f"--env={name}={value}" for name, value in variables.items()),
+            *(_bound(each, each, "rw") for each in shown),
+        ]  # fmt: skip
+        program = (sys.executable, "-m", "mpsd.kubernetes", *cluster.options)
+        subprocess.run(
+            containerd.run(container_name(), image, *program, options=options), env=containerd.environment, check=True
+        )
+        wait_until(
+            lambda: cluster.healthy(SLICE), what=f"shares; its log is {cluster.root}/plugin.log", deadline=30,
+            not_yet=(OSError,),
+        )  # fmt: skip
+        yield cluster
+    finally:
+        containerd.remove_all()
+        cluster.close()
+
+
+def test_out_of_an_image(image: Path, containerd: Containerd, cluster: StandIn, node: Node, files: Path) -> None:
+    """The hook of mpsd-kubernetes, which is in a container only, opens a lease to a container's user before it starts.
+
+    A container whose variables name more than its share fails, and says so.
+    """
+    (installed,) = cluster.log("hook_installed")
+    assert installed["command"][0].startswith(f"{image}/")
+    pod = cluster.create({"main": {SLICE: 25}})
+    created = cluster.order("start", pod=pod.uid, container="main")
+    simulated = node.root / "run" / "simulated"
+
+    def run(name: str, **own: str) -> list[str]:
+        variables = {**created["variables"], VARIABLE: str(simulated), "PYTHONPATH": "/site", **own}
+        options = [
+            "--rm", f"--user={USER}:{USER}", *(f"--device={each}" for each in created["cdi_devices"]),
+            *(f"--env={variable}={value}" for variable, value in variables.items()),
+            *(_bound(Path(there), Path(inside), "ro") for inside, (there, _) in created["mounts"].items()),
+            _bound(Path("/usr"), Path("/usr"), "ro"), _bound(ROOT / "mpsd", Path("/site/mpsd"), "ro"),
+            _bound(simulated, simulated, "rw"),
+        ]  # fmt: skip
+        group = f"/{pod.group.relative_to(cluster.top.parent)}/{name}"
+        return containerd.run(name, files, PYTHON, *CLIENT, options=options, group=group)
+
+    refused = subprocess.run(
+        run(container_name(), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="90"), env=containerd.environment,
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert refused.returncode != 0
+    assert "remove CUDA_MPS_ACTIVE_THREAD_PERCENTAGE from the env of the container" in refused.stderr
+    name = container_name()
+    with Contained(containerd, name, run(name)) as client:
+        assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
+        (lease,) = cluster.held(pod)
+        assert lease["owner"]["uid"] == USER
 
 
 @pytest.fixture

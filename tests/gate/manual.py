@@ -160,7 +160,10 @@ def _commands(group: click.Group, above: click.Context) -> Iterator[str]:
         command = group.get_command(above, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=above)
-        yield from _commands(command, context) if isinstance(command, click.Group) else _command(command, context)
+        if not isinstance(command, click.Group) or command.invoke_without_command:
+            yield from _command(command, context)
+        if isinstance(command, click.Group):
+            yield from _commands(command, context)
 
 
 def _command(command: click.Command, context: click.Context) -> Iterator[str]:

@@ -136,7 +136,7 @@ def _found(words: list[str], program: click.Command = mpsctl) -> tuple[click.Com
     command = program
     context = click.Context(program, info_name=program.name)
     for at, word in enumerate(words):
-        if not isinstance(command, click.Group):
+        if not isinstance(command, click.Group) or (command.invoke_without_command and word.startswith("-")):
             return command, words[at:]
         found = command.get_command(context, word)
         assert found is not None, f"{program.name} has no command {word}"

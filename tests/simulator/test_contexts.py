@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.mps_facts import Binds
+from mpsd.core.units import MIB
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
 from tests.daemon.helpers import stopped
@@ -44,7 +45,7 @@ def test_late(bench: GpuBench) -> None:
     assert client.pid not in bench.device.processes()
     context = client.context()
     assert [context[name] for name in ("context", "multiprocessors", "memory", "total")] == [0, 132, WHOLE, WHOLE]
-    assert bench.device.processes()[client.pid] == Held(0, Kind.MPS_COMPUTE)
+    assert bench.device.processes()[client.pid] == Held(MIB, Kind.MPS_COMPUTE)
 
 
 @pytest.mark.parametrize("moment", Binds)
@@ -88,7 +89,7 @@ def test_contexts_without_mps(idle: GpuBench) -> None:
     assert [client.context()["context"], client.context()["context"]] == [0, 1]
     assert client.alloc("70GiB")["ok"]
     assert client.do("destroy 1") == DONE
-    assert idle.device.processes() == {client.pid: Held(0, Kind.COMPUTE)}
+    assert idle.device.processes() == {client.pid: Held(MIB, Kind.COMPUTE)}
     assert client.do("destroy 0") == DONE
     assert idle.device.processes() == {}
 

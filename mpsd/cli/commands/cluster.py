@@ -1,21 +1,20 @@
-"""The command about a whole cluster: cluster."""
+"""The commands about a whole cluster: cluster, and cluster upgrade."""
 
-import json
-import os
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 import click
 
 from mpsd.cli.command import note, print_answer, with_form
+from mpsd.cli.commands.upgrade import upgrade
+from mpsd.cli.kubectl import Kubectl
 from mpsd.cli.render import age, size
 from mpsd.cli.tables import columns_of, look_of, table
-from mpsd.core.errors import NotFoundError, UnreachableError
+from mpsd.core.errors import UnreachableError
 from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.node_state import GpuRow, NodeRow
 from mpsd.core.kubernetes.settings import DOMAIN, Settings
 from mpsd.system import clock
-from mpsd.system.processes import foreground
 
 _COLUMNS: Final = columns_of(("NODE", "GPU", "MODEL", "THREADS", "MEMORY", "AGE", "STATE / POD"), drops=("MODEL",))
 
@@ -28,7 +27,7 @@ _NONE_KNOWN: Final = (
 )
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click.option("--context", metavar="NAME", help="Context of kubectl.  [default: as kubectl has it]")
 @click.option("--domain", metavar="NAME", default=DOMAIN, show_default=True, help="The setting `domain` of the nodes.")
 @with_form()
@@ -38,39 +37,23 @@ def cluster(form: str, context: str | None, domain: str) -> None:
     It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
     mpsd-kubernetes wrote into each node's annotation, with its AGE. It queries no mpsd.
     """
-    chosen = [] if context is None else [f"--context={context}"]
-    nodes = _get([*chosen, "get", "nodes", f"--selector={node_state.count_label(domain)}"])
+    if click.get_current_context().invoked_subcommand is not None:
+        return
+    kubectl = Kubectl(context)
+    nodes = kubectl.get("nodes", f"--selector={node_state.count_label(domain)}")
     if nodes is None:
         raise UnreachableError(
             "kubectl could not list the nodes; its own message is above",
             hint="see that `kubectl get nodes` works: KUBECONFIG, --context, and your rights",
         )
     running = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
-    pods = _get([*chosen, "get", "pods", "--all-namespaces", running])
+    pods = kubectl.get("pods", "--all-namespaces", running)
     rows, said = node_state.nodes(domain, nodes, pods or [], clock.now()), _NONE
     if pods is None:
         note("kubectl could not list the pods, so they are shown by their uids")
         if not rows:
-            rows, said = node_state.offering(_get([*chosen, "get", "nodes"]) or [], _RESOURCES), _NONE_KNOWN
+            rows, said = node_state.offering(kubectl.get("nodes") or [], _RESOURCES), _NONE_KNOWN
     print_answer(form, {"nodes": rows}, lambda safe: _view(safe["nodes"], said))
-
-
-def _get(arguments: Sequence[str]) -> list[object] | None:
-    """Return the objects that kubectl lists; None where it fails. Raises NotFoundError where there is no kubectl."""
-    try:
-        status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ)
-    except FileNotFoundError:
-        raise NotFoundError(
-            "kubectl is not installed, or not in PATH: mpsctl cluster asks the API server by way of it",
-            hint="install kubectl, and see that `kubectl get nodes` works",
-        ) from None
-    if status:
-        return None
-    try:
-        items = json.loads(text)["items"]
-    except (ValueError, KeyError, TypeError):
-        raise UnreachableError("kubectl printed something else than a list", hint="see kubectl get nodes") from None
-    return cast("list[object]", items) if isinstance(items, list) else []
 
 
 def _view(rows: Sequence[NodeRow], none: str) -> str:
@@ -96,3 +79,6 @@ def _state(node: NodeRow, gpu: GpuRow) -> str:
     reasons = [] if node["ready"] else ["the node is not ready"]
     reasons += ["unknown: mpsd-kubernetes is silent there"] if node["stale"] else []
     return "; ".join([*reasons, *([gpu["because"]] if gpu["because"] else [])]) or "ok"
+
+
+cluster.add_command(upgrade)

@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
@@ -22,6 +22,7 @@ from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (
     AlreadyClaimedError,
+    DoesNotFitError,
     InvalidRequestError,
     MpsdError,
     NotFoundError,
@@ -29,12 +30,15 @@ from mpsd.core.errors import (
     StoppingError,
     UnreachableError,
 )
+from mpsd.core.kubernetes import hook as kubernetes_hook
 from mpsd.core.kubernetes import pods
 from mpsd.system.files import cdi_directory
 from mpsd.system.processes import foreground, namespaces, proc
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
+
+T = TypeVar("T")
 
 # -- CDI devices -------------------------------------------------------------------------------------------------------
 
@@ -320,22 +324,24 @@ def _lease_of(api: Api, pid: int) -> str | None:
 
 
 @container.command(hidden=True)
-@click.argument("lease")
+@click.argument("lease", required=False)
 @click.option("--pod", "root", metavar="ROOT", help="Have its pod's control group, below kubelet's ROOT, hold it.")
+@click.option("--deadline", type=float, default=_DEADLINE, help="Seconds of the claim that changes the lease's user.")
+@click.option("--by-environment", is_flag=True, help="A variable gives the container its GPU.")
 @with_api
-def hook(api: Api, lease: str, *, root: str | None) -> None:
-    """Take a lease for a container that is being created; its runtime calls this, with its state on stdin."""
+def hook(api: Api, lease: str | None, *, root: str | None, deadline: float, by_environment: bool) -> None:
+    """Take a lease for a container that is being created; its runtime calls this, with its state on stdin.
+
+    Without a LEASE, the container is one of a device plugin, and its variables tell which lease it has.
+    """
     state = oci.state(sys.stdin.buffer.read(oci.STATE_BYTES))
     found = oci.container(_configuration(state))
-    directory = found.variables.get(device_files.PIPE_DIRECTORY)
-    if directory is None or found.mounts.get(directory) != directory:
-        raise NotPermittedError(
-            f"the container would run outside MPS, without limits: its {device_files.PIPE_DIRECTORY} is {directory!r},"
-            " which is not mounted into it",
-            hint=f"do not set that variable by --env, and mount nothing over the directory; --device"
-            f" {device_files.device_name(lease)} brings both",
-        )
     uid, gid = (_outside(state.pid, kind, inside) for kind, inside in (("uid", found.uid), ("gid", found.gid)))
+    if lease is None:
+        group = _pod_group(state.pid, root or "/")
+        _take_for_plugin(api, found, group, {"uid": uid, "gid": gid}, deadline, by_environment=by_environment)
+        return
+    directory = _pipe_directory(found, f"--device {device_files.device_name(lease)}")
     is_nested = namespaces.has_few_uids()
     if is_nested:
         # Such a namespace shows every uid that it does not map under this number, including root, the user of this
@@ -367,6 +373,61 @@ def hook(api: Api, lease: str, *, root: str | None) -> None:
             raise
         taken = _take(api, lease, request)
     _check_same(taken, lease, directory)
+
+
+def _pipe_directory(container: oci.Container, how: str) -> str:
+    """Return the pipe directory that is mounted into a container. Raises NotPermittedError for one without any."""
+    directory = container.variables.get(device_files.PIPE_DIRECTORY)
+    if directory is None or container.mounts.get(directory) != directory:
+        raise NotPermittedError(
+            f"the container would run outside MPS, without limits: its {device_files.PIPE_DIRECTORY} is {directory!r},"
+            " which is not mounted into it",
+            hint=f"do not set that variable yourself, and mount nothing over the directory; {how} brings both",
+        )
+    return directory
+
+
+def _take_for_plugin(
+    api: Api,
+    container: oci.Container,
+    group: str,
+    owner: Mapping[str, int],
+    deadline: float,
+    *,
+    by_environment: bool,
+) -> None:
+    """Let the pod of a container hold its lease for the user of its program, and refuse one with other variables."""
+    leases = _patiently(lambda: api.leases()["leases"])
+    allocation = container.variables.get(kubernetes_hook.ALLOCATION, "")
+    found = next((each for each in leases if each["labels"].get(kubernetes_hook.LABEL) == allocation), None)
+    if found is None or not allocation:
+        raise NotFoundError(
+            f"no lease of the node is for this container: its {kubernetes_hook.ALLOCATION} is {allocation!r}",
+            hint=f"remove {kubernetes_hook.ALLOCATION} from the env of the container in its pod's manifest, if it is"
+            " there; otherwise the lease has just ended, and kubelet tries again",
+        )
+    lease = _patiently(lambda: api.lease(found["id"]))
+    others = {each["id"] for each in leases} - {lease["id"]}
+    kubernetes_hook.check(container.variables, lease["env"], lease["gpus"][0], others, by_environment=by_environment)
+    _pipe_directory(container, "the resource of the device plugin")
+    holders = {each.get("cgroup") for each in lease["holders"]}
+    is_claim = any(each["kind"] == "claim" for each in lease["holders"])
+    if not is_claim and group not in holders:
+        raise AlreadyClaimedError(
+            f"lease {lease['id']} is held by another pod", hint="it ends with that pod, and kubelet tries again"
+        )
+    # 1. The plugin has the pod hold the lease for this user already: only its turn may have to come.
+    # 2. It holds it for another one, root as a rule: the lease becomes a claim for this user first.
+    # 3. The pod takes the claim.
+    if not is_claim and lease["owner"]["uid"] == owner["uid"]:
+        with contextlib.suppress(DoesNotFitError):  # of its client that has just ended: that opens it again
+            _patiently(lambda: api.attach(lease["id"], deadline=_DEADLINE))
+        return
+    if not is_claim:
+        claim = {"deadline": deadline, "uid": owner["uid"]}
+        _patiently(lambda: api.hold(lease["id"], {"claim": claim, "replace": True}, deadline=_DEADLINE))
+    token = lease["env"].get(device_files.TOKEN, "")
+    _take(api, lease["id"], {"token": token, "owner": owner, "cgroup": group, "while": "exists"})
 
 
 def _check_same(taken: "answer_types.Lease", lease: str, directory: str) -> None:
@@ -411,16 +472,22 @@ def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int)
 
 
 def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
-    """Take the claim; retry for some seconds while mpsd does not answer, since it may be restarting."""
+    """Take the claim."""
+    try:
+        return _patiently(lambda: api.hold(lease, request, deadline=_DEADLINE))
+    except NotFoundError:
+        raise _ended(api, lease) from None
+
+
+def _patiently(ask: Callable[[], T]) -> T:
+    """Ask mpsd; retry for some seconds while it does not answer, since it may be restarting."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            return api.hold(lease, request, deadline=_DEADLINE)
+            return ask()
         except (UnreachableError, StoppingError) as error:
             if not error.retryable or time.monotonic() > end:
                 raise
-        except NotFoundError:
-            raise _ended(api, lease) from None
         time.sleep(_PAUSE)
 
 

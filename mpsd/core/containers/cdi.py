@@ -6,6 +6,7 @@ of podman 4.1, containerd 1.7, CRI-O 1.24 and Docker 25 read, and it has all tha
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
@@ -32,6 +33,13 @@ _READ_ONLY: Final = ("bind", "ro", "nosuid", "nodev", "noexec")
 """A client connects to sockets in its pipe directory, which works on a read-only mount, and makes no file there."""
 
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
+
+
+class Program(NamedTuple):
+    """mpsctl for a container runtime: an absolute path with arguments, and the variables that it needs."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = MappingProxyType({})
 
 
 class Device(NamedTuple):
@@ -71,7 +79,7 @@ def document(
     shared_memory: bool,
 ) -> dict[str, object]:
     """Return the CDI document with the device of a lease; `edits` has the content."""
-    hook = hook_of(device, variables, program)
+    hook = hook_of(device, variables, Program(program))
     found = edits(variables, hook=hook, shared_memory=shared_memory)
     return of_devices(KIND, {device.lease: found})
 
@@ -104,18 +112,25 @@ def without_unasked(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in UNASKED.items() if value and name not in variables}
 
 
-def hook_of(device: Device, variables: Mapping[str, str], program: Sequence[str], *options: str) -> dict[str, object]:
+def hook_of(device: Device, variables: Mapping[str, str], program: Program, *options: str) -> dict[str, object]:
     """Return the hook that takes the claim of a lease.
 
-    `program` is the command line of mpsctl for the runtime: an absolute path, then arguments. The hook gets the token
-    through its environment, which other users cannot read; they could read its arguments.
+    It gets the token through its environment, which other users cannot read; they could read its arguments.
     """
+    return hook(program, device.socket, *options, device.lease, secrets={TOKEN: variables[TOKEN]})
+
+
+def hook(
+    program: Program, socket: str, *arguments: str, secrets: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, object]:
+    """Return a hook that calls `mpsctl container hook` before the program of a container starts."""
+    # Never empty: runc gives a hook without variables the runtime's own.
+    own = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **program.variables, **secrets}
     return {
         "hookName": "createRuntime",
-        "path": program[0],
-        "args": [*program, "--socket", device.socket, "container", "hook", *options, device.lease],
-        # Never empty: runc gives a hook without variables the runtime's own.
-        "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", f"{TOKEN}={variables[TOKEN]}"],
+        "path": program.command[0],
+        "args": [*program.command, "--socket", socket, "container", "hook", *arguments],
+        "env": [f"{name}={value}" for name, value in own.items()],
         "timeout": HOOK_SECONDS,
     }
 

@@ -5,6 +5,7 @@ mpsd may have been restarted. The record has the properties of each share, so th
 if the lease ended before the claim: after a restart of the node, or when no container started in time.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -14,6 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 from msgspec import Struct, structs
 
 from mpsd.core.containers import cdi
+from mpsd.core.containers.cdi import Program
 from mpsd.core.kubernetes.claims import Held, Release, Renew
 from mpsd.core.roles import RESERVED
 
@@ -232,21 +234,31 @@ def device_document(
     shared_memory: Sequence[bool],
     more: Sequence[Mapping[str, str]],
     socket: str,
-    hook: Path | None,
+    hook: Program | None,
     root: Path,
 ) -> bytes:
     """Return the file of a claim, whose shares have their lease's environment and the variables of `more`.
 
-    `hook` is the path of mpsctl for the container runtime on the node; without one, the lease is taken without a hook.
+    `hook` is mpsctl for the container runtime on the node; without it, the lease is taken without a hook.
     `root` is kubelet's cgroupRoot.
     """
     devices = dict[str, object]()
     for number, variables in enumerate(environments):
         lease = variables["MPSD_LEASE"]
-        call = cdi.hook_of(cdi.Device(lease, socket), variables, [str(hook)], "--pod", str(root)) if hook else None
+        call = cdi.hook_of(cdi.Device(lease, socket), variables, hook, "--pod", str(root)) if hook else None
         found = cdi.edits({**variables, **more[number]}, hook=call, shared_memory=shared_memory[number])
         devices[_device_name(claim, number)] = found
     return cdi.encode(cdi.of_devices(_KIND, devices))
+
+
+def has_hook(raw: bytes, program: Program | None) -> bool:
+    """Tell whether this program is the hook of a device file, or, where there is none, whether it has no hook."""
+    try:
+        hooks = [hook for each in json.loads(raw)["devices"] for hook in each["containerEdits"].get("hooks", ())]
+        commands = [hook["args"][: hook["args"].index("--socket")] for hook in hooks]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    return commands == [] if program is None else {*map(tuple, commands)} == {(*program.command,)}
 
 
 def _device_name(claim: str, number: int) -> str:

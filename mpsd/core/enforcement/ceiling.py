@@ -232,16 +232,22 @@ class ExpectedClients:
         slot = self._slot
         # 1. A turn ends with its time, unless it is held. A single turn is over for good; any other lease goes behind
         #    all others.
-        # 2. Where no turn is left, or its lease has all its processes, the next lease in order gets one.
-        # 3. Where no lease is expected, the ceiling is closed.
-        if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
-            if slot.lease in self._once:
+        # 2. A turn that no caller waited for ends as soon as one waits for that of another lease, and comes again: a
+        #    lease whose processes are late, or never come, delays nobody twice.
+        # 3. Where no turn is left, or its lease has all its processes, the next lease in order gets one, those first
+        #    for which a caller waits.
+        # 4. Where no lease is expected, the ceiling is closed.
+        waited_for = [each for each in self._expected if each in self._asking]
+        if slot is not None and slot.lease in self._expected and not slot.held:
+            is_over = now >= slot.since + rules.window
+            yields = bool(waited_for) and not slot.answered and slot.lease not in self._asking
+            if is_over and slot.lease in self._once:
                 self.forget(slot.lease)
-            else:
+            elif is_over or yields:
                 self._expected[slot.lease] = self._expected.pop(slot.lease)
-            slot = None
+            slot = None if is_over or yields else slot
         if slot is None or slot.lease not in self._expected:
-            first = next(iter(self._expected), None)
+            first = next((each for each in (*waited_for, *self._expected) if each in self._expected), None)
             slot = None if first is None else _Slot(first, now)
         self._slot = slot
         if slot is None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
 
 from mpsd.core import holders
 from mpsd.core.enforcement import violations
@@ -34,10 +33,6 @@ class Verdict(StrEnum):
     NOTHING = "nothing"
     """There is nothing to verify: the lease waits, has ended, or has no process on the GPU, or one without a server."""
     OK = "ok"
-
-
-_NO_MEMORY_LIMIT: Final = "no memory limit"
-"""How the sentence begins where the environment of a process makes MPS drop its memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +107,7 @@ def verify(
         for each in _on(lease, share, clients, held.get(share.gpu, {}), own, memory=memory, hidden=hidden)
     )
     there = [each for each in processes if each.mps is not None]
-    wrong = [(_said(each), each.hint) for each in own]
+    wrong = [(each.because, each.hint) for each in own]
     wrong += [(each.because, each.hint) for each in there if each.verdict is Verdict.VIOLATION]
     doubts = [each.because for each in there if each.verdict is Verdict.UNKNOWN] + [*unknown]
     attached, hint = [each for each in processes if each.mps], ""
@@ -138,12 +133,6 @@ def verify(
         if later := next((each.later for each in attached if each.later), ""):
             because += f" with its first context; {later}"
     return Verification(verdict, because, processes, tuple(doubts), hint)
-
-
-def _said(violation: Violation) -> str:
-    """Describe a violation, beginning with its effect."""
-    first = f"{_NO_MEMORY_LIMIT}: " if violation.kind is ViolationKind.LIMITS else ""
-    return first + violation.because
 
 
 def _on(
@@ -206,7 +195,7 @@ def _client(
     broken += violations.of_client(AttributedClient(client, lease, counted=True), denied=True, memory=memory)
     opened, hint = client.opened.since.most if client.opened is not None else EVERYTHING, ""
     if broken:
-        verdict, because, hint = Verdict.VIOLATION, _said(broken[0]), broken[0].hint
+        verdict, because, hint = Verdict.VIOLATION, broken[0].because, broken[0].hint
     elif because := violations.unknown(client, lease, share, memory=memory):
         verdict = Verdict.UNKNOWN
     else:

@@ -28,7 +28,7 @@ from mpsd.core.model import (
     Who,
 )
 from mpsd.core.mps.control_daemons import OtherDaemon
-from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
+from mpsd.core.mps.limits import EVERYTHING, LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
 from mpsd.core.units import briefly, format_alike
 
@@ -336,13 +336,23 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
     entry = _invisible_entry(client) if memory else None
     if entry is not None:
         because = (
-            f"process {pid} was started with {variable} that has the entry {briefly(entry)}, which names no GPU that it"
-            " sees: MPS then drops every memory limit"
+            f"no memory limit: process {pid} was started with {variable} that has the entry {briefly(entry)}, which"
+            " names no GPU that it sees: MPS then drops every memory limit"
         )
         # A lease that the program itself holds ends with it.
         how = RUN if client.identity in holders.processes(lease) else again(lease)
         hint = f"leave that variable as the lease sets it, and {how}"
         yield _of(client, ViolationKind.LIMITS, lease, because, hint, own=False)
+    # A program that took out its lease itself may have set its own environment since.
+    for limit in () if client.identity in holders.processes(lease) or entry is not None else LIMITS:
+        text, may = client.variable(limit.variable), limit.found(part(lease, share))
+        if not text or may is None or (limit is PINNED_DEVICE_MEM_LIMIT and not memory):
+            continue
+        if wider(limit.lowered(limit.found(EVERYTHING), text, client.gpu), may) != may:
+            its = f"{limit.variable}={briefly(text)}, which is not within its part, {limit.amounts(may, may)[0]}"
+            because = f"process {pid} was started with {its}"
+            hint = f"remove that variable from its own environment, and {again(lease)}"
+            yield _of(client, ViolationKind.LIMITS, lease, because, hint, own=False)
     if client.opened is None:
         return
     less = falls_short(client.opened.connecting.most, lease, share, memory=memory)

@@ -87,6 +87,13 @@ def _unit(value: object) -> PinnedDeviceMemLimit:
     return PinnedDeviceMemLimit(size // MIB)
 
 
+def _hook(value: object) -> Path | When:
+    return next((each for each in (When.AUTO, When.NEVER) if value == each), None) or parsers.path(value)
+
+
+_BY_ITSELF: Final[Path | When] = When.AUTO
+
+
 def _seconds(value: object) -> float:
     return parse_duration(value) if isinstance(value, str) else parsers.seconds(value)
 
@@ -201,13 +208,14 @@ class Settings:
         PinnedDeviceMemLimit(256), _unit, "Step of requests for memory, in whole MiB (`dra`)."
     )
     cdi_dir: Path = row(
-        Path("/var/run/cdi"), parsers.path, "Directory that the container runtime reads CDI devices from (`dra`)."
+        Path("/var/run/cdi"), parsers.path, "Directory that the container runtime reads CDI devices from."
     )
-    hook: Path | None = row(
-        None,
-        parsers.optional_path,
-        "Path of mpsctl for the container runtime on the node. It opens a lease to its container before the container"
-        " starts (`dra`). Absent: this program opens it for root, and for another user once the container runs.",
+    hook: Path | When = row(
+        _BY_ITSELF,
+        _hook,
+        "How the container runtime starts mpsctl on the node, which opens a lease to its container's user before the"
+        " container starts: `auto` (out of this program's own image or installation), the path of an installed mpsctl,"
+        " or `never`: this program opens it for root, and for another user once the container runs.",
     )
     api_server: str | None = row(
         None, parsers.text, "The API server, as https://HOST:PORT. Absent: the one that kubelet names to each pod."
@@ -235,6 +243,10 @@ class Settings:
         " long.",
     )
     cgroup_root: Path = row(Path("/"), parsers.path, "kubelet's `cgroupRoot`, where it has one.")
+    webhook_port: int = row(9443, parsers.whole(1, 65535), "TCP port of the webhook (`--webhook`).")
+    webhook_certificate: Path = row(
+        Path("/run/mpsd-webhook"), parsers.path, "Directory with `tls.crt` and `tls.key` of the webhook (`--webhook`)."
+    )
     log_format: LogFormat = row(
         LogFormat.AUTO, parsers.choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
     )
@@ -292,7 +304,7 @@ def check_capabilities(settings: Settings, effective: int) -> None:
     A container of an unknown user would run outside MPS, without limits. Raises ConfigurationError.
     """
     lacking = sorted(each.name for each in READER if not effective & 1 << each)
-    has_hook = settings.resources is Offer.DRA and bool(settings.hook)
+    has_hook = settings.resources is Offer.DRA and isinstance(settings.hook, Path)
     if lacking and settings.uid is None and not has_hook:
         raise ConfigurationError(
             f"mpsd-kubernetes has no {' and no '.join(lacking)}, and so cannot read as which user a container's program"

@@ -40,6 +40,7 @@ from mpsd.core.kubernetes.settings import GpuDevices, When
 from mpsd.core.units import briefly
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
+from mpsd.kubernetes.dra.claim_status import ClaimStatus
 from mpsd.kubernetes.dra.prepared_claims import CdiDevices, PreparedStore
 from mpsd.kubernetes.kubelet import User
 from mpsd.kubernetes.log import EventName
@@ -81,10 +82,11 @@ class Driver(PodLeases):
     pause = 0.25  # a container may start long after its claim was prepared
 
     def __init__(self, program: Program, api_server: ApiServer) -> None:
-        """Read the prepared claims, and remove CDI devices of others. Raises ConfigurationError."""
+        """Read the prepared claims. Raises ConfigurationError."""
         super().__init__(program, None if program.settings.pod_events is When.NEVER else api_server)
         settings = self._settings
         self._api_server = api_server
+        self.status = ClaimStatus(program, api_server, self.told)
         self._free = threading.Condition()
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
@@ -99,11 +101,19 @@ class Driver(PodLeases):
             raise ConfigurationError(
                 f"{directory} cannot be used: {error.strerror or error}", hint="see kubelet_dir, and run it as root"
             ) from None
+
+    def begin(self) -> None:
+        """Remove CDI devices of no claim, or with another hook. Raises ConfigurationError.
+
+        A hook out of an image has another path in each container of that image. A device that is gone is replaced.
+        """
+        super().begin()
         try:
-            self._devices.remove_all_but({each.uid for each in self._store.all()} | self._store.unreadable())
+            claims = {each.uid for each in self._store.all()}
+            self._devices.remove_all_but(claims, self._hook.program, unreadable=self._store.unreadable())
         except OSError as error:
             raise ConfigurationError(
-                f"{settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
+                f"{self._settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
             ) from None
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
@@ -193,6 +203,15 @@ class Driver(PodLeases):
 
     def _ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
         """Make sure that each share of a claim has a lease, write the CDI device, and return the leases."""
+        try:
+            leases = self._ensured(claim)
+        except MpsdError as error:
+            self.status.note(claim, error=error)
+            raise
+        self.status.note(claim, leases)
+        return leases
+
+    def _ensured(self, claim: PreparedClaim) -> list[LeaseAnswer]:
         settings = self._settings
         living = {each.number: each.held.lease for each in self._share_leases() if each.claim == claim.uid}
         leases = [
@@ -207,7 +226,7 @@ class Driver(PodLeases):
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],
             more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
             socket=str(settings.socket),
-            hook=settings.hook,
+            hook=self._hook.program,
             root=settings.cgroup_root,
         )
         self._devices.put(claim.uid, content)
@@ -243,7 +262,7 @@ class Driver(PodLeases):
         for share, lease in zip(claim.shares, leases, strict=True):
             user = self._user_of(share)
             is_claim = any(each["kind"] == "claim" for each in lease["holders"])
-            if not is_claim or group is None or (user is None and self._settings.hook):
+            if not is_claim or group is None or (user is None and self._hook.program):
                 continue
             taken_for = self._take_before_start(lease["id"], group, user)
             if taken_for is not None:
@@ -276,6 +295,7 @@ class Driver(PodLeases):
         self._devices.remove(claim.uid)
         self._store.remove(claim.uid)
         self._gone.pop(claim.uid, None)
+        self.status.forget(claim.uid)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
     # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
@@ -321,7 +341,7 @@ class Driver(PodLeases):
             case Release() | Renew():
                 self._end_or_renew(action)
             case Take(lease, claim):
-                if not self._settings.hook:  # the hook takes it itself
+                if self._hook.program is None:  # otherwise the hook takes it
                     self._take_for_program(lease, claim)
             case Join(lease, claim):
                 self._join(lease.held, claim)
@@ -410,6 +430,7 @@ class Driver(PodLeases):
         if pending is not None:
             held = pending.lease.held._replace(uid=uid, pod=pending.lease.held.pod or claim.pods[0].uid)
             self._pending[lease] = Take(pending.lease._replace(held=held), claim)
+        self.status.note(claim)
         self._log.info(EventName.CONTAINER_HOLDS, lease=lease, claim=f"{claim.namespace}/{claim.name}", uid=uid)
 
     def _failed(self, action: Action, uid: str, error: MpsdError) -> None:
@@ -417,6 +438,8 @@ class Driver(PodLeases):
             name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
+            if claim is not None:
+                self.status.note(claim, error=error)
             for pod in () if claim is None else claim.pods:
                 self.events.warn(pod.uid, Reason.LEASE_NOT_HELD, self.told(error))
 

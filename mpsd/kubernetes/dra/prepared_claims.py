@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from mpsd.core.containers.cdi import Program
 from mpsd.core.dra import prepared
 from mpsd.core.dra.prepared import VERSION, PreparedClaim
 from mpsd.core.errors import StorageError
@@ -127,8 +128,13 @@ class CdiDevices:
         with _storing(f"the CDI device cannot be removed from {self._directory}", "see cdi_dir"):
             (self._directory / prepared.device_file(claim)).unlink(missing_ok=True)
 
-    def remove_all_but(self, claims: Collection[str]) -> None:
-        """Remove the devices of other claims, whose record was lost; their leases are released. Raises OSError."""
+    def remove_all_but(self, claims: Collection[str], program: Program | None, *, unreadable: Collection[str]) -> None:
+        """Remove the devices of other claims, and those that do not call this program as their hook. Raises OSError.
+
+        The record of another claim was lost, and its leases are released. What has an `unreadable` record stays.
+        """
         for path in sorted(self._directory.glob(prepared.device_file("*"))):
-            if prepared.claim_of_file(path.name) not in claims:
-                path.unlink(missing_ok=True)
+            claim = prepared.claim_of_file(path.name)
+            if claim in unreadable or (claim in claims and prepared.has_hook(path.read_bytes(), program)):
+                continue
+            path.unlink(missing_ok=True)

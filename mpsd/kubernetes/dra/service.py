@@ -19,5 +19,10 @@ def run_driver(program: Program, place: Place) -> None:
         endpoints=[Endpoint(program, driver, publisher.kubelet_came)],
         leases=driver,
         server=server,
-        threads={"board": publisher.watch, "slices": publisher.run, "pods": driver.follow_pods},
+        threads={
+            "board": publisher.watch,
+            "slices": publisher.run,
+            "pods": driver.follow_pods,
+            "status": driver.status.run,
+        },
     ).run(node=settings.node, driver=settings.domain, pid=os.getpid())

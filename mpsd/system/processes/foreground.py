@@ -1,4 +1,4 @@
-"""Programs that mpsctl runs and waits for; terminal and signals work as if the user had called the program directly."""
+"""Programs that a command runs and waits for; terminal and signals work as if the user had called them directly."""
 
 import contextlib
 import os
@@ -44,10 +44,14 @@ def _follow(pid: int, pidfd: int, waited: frozenset[signal.Signals]) -> int:
             signal.pidfd_send_signal(pidfd, received.si_signo)  # the program is not reaped yet, so its pidfd is valid
 
 
-def output(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a program to its end, and return its exit status and its output without the last line end."""
+def output(arguments: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False) -> tuple[int, str]:
+    """Run a program to its end, and return its exit status and its output without the last line end.
+
+    With `quiet`, its messages are dropped.
+    """
     _heed_exits()
-    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, check=False)
+    messages = subprocess.DEVNULL if quiet else None
+    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, stderr=messages, check=False)
     return _status(done.returncode), done.stdout.decode("utf-8", "backslashreplace").removesuffix("\n")
 
 

@@ -401,6 +401,17 @@ def device_at(pid: int, path: Path) -> str:
     return "" if place is None else place.device
 
 
+def paths_of(pid: int, device: str, directory: Path) -> list[Path]:
+    """Return the paths by which a process reaches a directory of a file system. Raises OSError."""
+    table, wanted = mounts(pid) or (), namespaces.Place(device, PurePosixPath(directory))
+    found = [
+        each.point / wanted.path.relative_to(each.root.path)
+        for each in table
+        if each.root.device == device and wanted.path.is_relative_to(each.root.path)
+    ]
+    return [Path(each) for each in found if namespaces.place(table, each) == wanted]
+
+
 # -- the user database, which may be a directory on the network --------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpsd.core.containers.cdi import Program
 from mpsd.core.dra import allocation, prepared, slices
 from mpsd.core.dra.allocation import Configuration, Opaque
 from mpsd.core.dra.prepared import request_id, share_of
@@ -124,7 +125,7 @@ def test_devices() -> None:
         shared_memory=[True],
         more=[{"A": "b"}],
         socket="/run/mpsd.sock",
-        hook=Path("/usr/bin/mpsctl"),
+        hook=Program(["/usr/bin/mpsctl"]),
         root=Path("/kubelet"),
     )
     (device,) = json.loads(raw)["devices"]

@@ -166,6 +166,27 @@ class TestStrictly:
         expected.ceiling(STRICT, 70.0)
         assert not expected.expects("a")
 
+    def test_who_is_waited_for_comes_first(self) -> None:
+        """A lease whose client did not come in its turn delays no caller a second time."""
+        expected = ExpectedClients()
+        expected.expect("late", QUARTER, Expected.ALWAYS)
+        expected.ask("late")
+        expected.ceiling(STRICT, 0.0)
+        expected.answer("late", Expected.ALWAYS, now=0.0)
+        expected.expect("a", HALF, Expected.ALWAYS)
+        expected.ask("a")
+        assert expected.ceiling(STRICT, 29.9) == Ceiling(QUARTER, 30.0)
+        assert expected.ceiling(STRICT, 30.0) == Ceiling(HALF, 60.0)
+        expected.answer("a", Expected.ALWAYS, now=30.0)
+        expected.forget("a")
+        assert expected.ceiling(STRICT, 31.0) == Ceiling(QUARTER, 61.0)
+        expected.expect("b", HALF, Expected.ALWAYS)
+        assert expected.ceiling(STRICT, 32.0) == Ceiling(QUARTER, 61.0)
+        expected.ask("b")
+        assert expected.ceiling(STRICT, 32.0) == Ceiling(HALF, 62.0)
+        expected.forget("b")
+        assert expected.ceiling(STRICT, 33.0) == Ceiling(QUARTER, 63.0)
+
     def test_a_turn_that_has_passed(self) -> None:
         """A repeated check does not bring back a single turn that has passed, until something happens."""
         expected = ExpectedClients()

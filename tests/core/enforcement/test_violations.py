@@ -41,7 +41,7 @@ from mpsd.core.model import (
     Unknown,
     ViolationKind,
 )
-from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, NOTHING, PINNED_DEVICE_MEM_LIMIT
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, NOTHING, PINNED_DEVICE_MEM_LIMIT, Limit
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
 from mpsd.core.units import GIB, MIB
@@ -308,6 +308,21 @@ def test_variable_trap() -> None:
         assert f"mpsctl show {granted.id} -o env" in found.hint
     for text in ("", "0=2G", "00=2G", "GPU-0000=2G", f"{GPU}=2G,0=1G", ",", "0=x"):
         assert kinds(AttributedClient(client(environment={variable: text}), granted, counted=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "fewer"),
+    [(ACTIVE_THREAD_PERCENTAGE, "90 ? 100.0", "20"), (PINNED_DEVICE_MEM_LIMIT, "0=70G 0=x ,", "0=1G")],
+)
+def test_its_own_environment(limit: Limit, more: str, fewer: str) -> None:
+    """A client that names more than its part is reported; one that names less is not, nor a holder, who may set it."""
+    for text in (*more.split(), fewer, ""):
+        expected = [ViolationKind.LIMITS] if text in more.split() else []
+        attached = AttributedClient(client(OTHER, environment={limit.variable: text}), lease(), counted=True)
+        assert kinds(attached) == expected
+        assert [each.own for each in of_client(attached, denied=True, memory=True)] == [False for _ in expected]
+        own = AttributedClient(client(environment={limit.variable: text}), lease(), counted=True)
+        assert kinds(own) == []
 
 
 def test_short() -> None:

@@ -13,10 +13,11 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 import trustme
 
@@ -50,6 +51,8 @@ class ApiServer:
     token: str = TOKEN
     shares_devices: bool = True
     """Whether the feature gate DRAConsumableCapacity is on."""
+    writes_status: bool = True
+    """Whether the service account may write the status of claims."""
     taints_devices: bool = True
     """Whether the feature gate DRADeviceTaints is on (by default since 1.36)."""
     refusal: int | None = None
@@ -58,6 +61,8 @@ class ApiServer:
     """The header Retry-After of the first refusal, after which the answers are correct."""
     forbidden: frozenset[str] = frozenset()
     """Methods that the service account may not use."""
+    after_get: Callable[[str], object] = lambda _: None
+    """Called with the path of each object that was read, before its reader has it."""
     version: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     server: http.server.ThreadingHTTPServer | None = None
@@ -145,7 +150,9 @@ class ApiServer:
         is_dry = query == "dryRun=All"
         match method:
             case "GET" if path in self.objects:
-                return 200, self.objects[path]
+                found = self.objects[path]
+                self.after_get(path)
+                return 200, found
             case "DELETE" if path in self.objects:
                 del self.objects[path]
                 return 200, _status("")
@@ -153,8 +160,10 @@ class ApiServer:
                 return self._create(path, body, is_dry=is_dry)
             case "PUT" if path in self.objects and body is not None:
                 return self._replace(path, body)
+            case "PATCH" if path.endswith("/status") and body is not None and kind == "application/apply-patch+yaml":
+                return self._apply(path.removesuffix("/status"), body, query)
             case "PATCH" if path in self.objects and body is not None and kind == "application/merge-patch+json":
-                return 200, self.put(path, merged(self.objects[path], body))
+                return self._merge(path, body)
         return 404, _status(f'"{path}" not found')
 
     def _create(self, path: str, body: Document, *, is_dry: bool) -> tuple[int, Document]:
@@ -166,6 +175,12 @@ class ApiServer:
         kept = self._kept({**body, "metadata": {**metadata, "name": name}}, None)
         return 201, kept if is_dry else self.put(f"{path}/{name}", kept)
 
+    def _merge(self, path: str, body: Document) -> tuple[int, Document]:
+        version = self.objects[path]["metadata"]["resourceVersion"]
+        if body.get("metadata", {}).get("resourceVersion", version) != version:
+            return 409, _status("the object has been modified; please apply your changes to the latest version")
+        return 200, self.put(path, merged(self.objects[path], body))
+
     def _replace(self, path: str, body: Document) -> tuple[int, Document]:
         self.written.append(copy.deepcopy(body))
         before = self.objects[path]["metadata"]
@@ -174,6 +189,27 @@ class ApiServer:
         return 200, self.put(
             path, self._kept({**body, "metadata": {**body["metadata"], "uid": before["uid"]}}, self.objects[path])
         )
+
+    def _apply(self, path: str, body: Document, query: str) -> tuple[int, Document]:
+        """Apply the status of a claim on the server's side: entries of devices are merged by their keys."""
+        if not self.writes_status:
+            return 403, _status('cannot patch resource "resourceclaims/status"')
+        found = self.objects.get(path)
+        if found is None:
+            return 404, _status(f'"{path}" not found')
+        if body["metadata"].get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
+            return 409, _status("Precondition failed: UID in precondition")
+        allocated = [_key(each) for each in found["status"]["allocation"]["devices"]["results"]]
+        for device in body["status"]["devices"]:
+            check_device_status(device)
+            if _key(device) not in allocated:
+                return 422, _status("status.devices: must be an allocated device in the claim")
+        applied = {_key(each): each for each in found["status"].get("devices", [])}
+        # An entry that the manager applied before, and does not now, is removed: it owns those of its driver.
+        (manager,) = parse_qs(query)["fieldManager"]
+        others = {key: each for key, each in applied.items() if each["driver"] != manager}
+        status = {**found["status"], "devices": [*others.values(), *body["status"]["devices"]]}
+        return 200, self.put(path, {**found, "status": status})
 
     def _kept(self, body: Document, before: Document | None) -> Document:
         """Return an object in its stored form, in the place of another one.
@@ -197,6 +233,22 @@ class ApiServer:
                 check_taint(taint)
                 taint.setdefault("timeAdded", f"at version {self.version}")
         return kept
+
+
+def _key(device: Mapping[str, Any]) -> tuple[Any, ...]:
+    return device["driver"], device["pool"], device["device"], device.get("shareID")
+
+
+def check_device_status(device: Mapping[str, Any]) -> None:
+    """Check an entry of a claim's status like Kubernetes: its conditions, and the size of its data."""
+    assert len(device["conditions"]) <= 8
+    for each in device["conditions"]:
+        assert each["status"] in {"True", "False", "Unknown"}
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", each["reason"])
+        assert len(each["message"]) <= 32768
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", each["lastTransitionTime"])
+    assert isinstance(device["data"], dict)
+    assert len(json.dumps(device["data"])) <= 10 * 1024
 
 
 def check_taint(taint: Mapping[str, Any]) -> None:

@@ -11,9 +11,6 @@ kubelet's part is in this process, since kubelet is the caller. It behaves as ob
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +115,6 @@ class DraCluster(StandIn):
         given = {
             "API_SERVER": self.api_server.url,
             "SERVICE_ACCOUNT": str(self.api_server.folder),
-            "CDI_DIR": str(self.root / "cdi"),
         }
         return {**{f"MPSD_KUBERNETES_{name}": value for name, value in given.items()}, **super().variables()}
 
@@ -290,20 +286,10 @@ class DraCluster(StandIn):
         ids = [one for each in claims for device in each.devices or [] for one in device.cdi_device_ids]
         for each in ids:
             edits = self.edits(each)
+            assert edits is not None
             variables |= dict(one.split("=", 1) for one in edits["env"])
             mounts |= {one["containerPath"]: [one["hostPath"], "ro" in one["options"]] for one in edits["mounts"]}
         return {"variables": variables, "mounts": mounts, "cdi_devices": ids, "annotations": {}}
-
-    def edits(self, device: str) -> dict[str, Any]:
-        """Return the changes of a CDI device to a container."""
-        kind, _, name = device.partition("=")
-        for path in (self.root / "cdi").glob("*.json"):
-            document = json.loads(path.read_text())
-            for each in document["devices"] if document["kind"] == kind else []:
-                if each["name"] == name:
-                    found: dict[str, Any] = each["containerEdits"]
-                    return found
-        raise RefusedError(f"unresolvable CDI devices {device}")
 
     def forget(self, pod: StandInPod) -> None:
         """Have a pod's claims unprepared: its processes have ended."""
@@ -330,25 +316,3 @@ class DraCluster(StandIn):
             what=f"nothing to be left; the driver's log is {self.root / 'plugin.log'}",
             deadline=30,
         )
-
-
-def call_hook(cluster: DraCluster, device: str, pid: int, *, uid: int = 0) -> "subprocess.CompletedProcess[str]":
-    """Call the hook of a device like a container runtime, for a process that is in its container's group already."""
-    edits = cluster.edits(device)
-    (hook,) = edits["hooks"]
-    bundle = cluster.root / f"bundle-{pid}"
-    bundle.mkdir(exist_ok=True)
-    mounts = [{"destination": each["containerPath"], "source": each["hostPath"]} for each in edits["mounts"]]
-    process = {"user": {"uid": uid, "gid": uid}, "env": edits["env"]}
-    (bundle / "config.json").write_text(json.dumps({"process": process, "mounts": mounts}))
-    assert hook["path"] == str(Path(sys.executable).parent / "mpsctl")
-    return subprocess.run(
-        hook["args"],
-        executable=hook["path"],
-        input=json.dumps({"pid": pid, "bundle": str(bundle)}),
-        env={**dict(each.split("=", 1) for each in hook["env"]), "PYTHONPATH": os.fspath(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )

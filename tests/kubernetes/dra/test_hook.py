@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import wait_until
-from tests.kubernetes.dra.cluster import DraCluster, call_hook
+from tests.kubernetes.dra.cluster import DraCluster
 from tests.kubernetes.dra.conftest import MakeCluster
-from tests.kubernetes.plugin.cluster import StandInPod
+from tests.kubernetes.plugin.cluster import StandInPod, call_hook
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 

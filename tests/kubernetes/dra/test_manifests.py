@@ -16,7 +16,8 @@ KUBERNETES = Path(__file__).parents[3] / "container/kubernetes"
 
 def documents() -> list[dict[str, Any]]:
     """Return every object; kustomize's input is not one."""
-    paths = [path for folder in ("dra", "policy") for path in sorted((KUBERNETES / folder).rglob("*.yaml"))]
+    folders = [KUBERNETES / each for each in ("dra", "policy", "claim-status")]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
     found = [each for path in paths for each in yaml.safe_load_all(path.read_text())]
     return [each for each in found if each["kind"] != "Kustomization"]
 

@@ -12,7 +12,7 @@ import pytest
 from mpsd.core.dra import prepared
 from mpsd.simulator.client import program
 from tests.harness import wait_until
-from tests.kubernetes.dra.cluster import EXTENDED, GPU, DraCluster, gpu, opaque, result
+from tests.kubernetes.dra.cluster import CLAIMS, EXTENDED, GPU, Claim, DraCluster, gpu, opaque, result
 from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 from tests.simulated_clients import outside
@@ -207,6 +207,60 @@ class TestSharedClaim:
         assert [each["id"] for each in cluster.leases()] == [before]
         second.delete()
         cluster.await_nothing()
+
+
+class TestClaimStatus:
+    """What `kubectl describe resourceclaim` shows of a claim's shares."""
+
+    def of(self, cluster: DraCluster, claim: Claim, status: str, driver: str = "mpsd.internal") -> Any:
+        """Wait until the status of a claim has an entry of a driver, whose condition is this."""
+
+        def found() -> Any:
+            said = cluster.api_server.objects[f"{CLAIMS}/{claim.name}"]["status"].get("devices", [])
+            return next(
+                (each for each in said if each["driver"] == driver and each["conditions"][0]["status"] == status), None
+            )
+
+        return wait_until(found, what=f"the status of {claim.name}", deadline=20)
+
+    def test_names_the_lease_and_the_reason(self, make_cluster: MakeCluster) -> None:
+        """It has each share's lease and why it cannot be used; only changes are written."""
+        cluster = make_cluster(settings={"WAIT": "0.1"})
+        claim, large = cluster.claim(), cluster.claim(result("90", "1Gi"))
+        stored = cluster.api_server.objects[f"{CLAIMS}/{claim.name}"]
+        other = {**result(driver="other.example.org"), "conditions": []}
+        stored["status"]["devices"] = [other]
+        cluster.prepare(claim)
+        (lease,) = cluster.leases()
+        said = self.of(cluster, claim, "True")
+        (allocated,) = stored["status"]["allocation"]["devices"]["results"]
+        assert said["shareID"] == allocated["shareID"]
+        assert said["data"] == {"lease": lease["id"], "threads": 25.0, "memory": "8Gi"}
+        assert said["conditions"][0]["message"] == f"{lease['id']} has 25 % of the threads and 8Gi of {GPU}"
+        assert cluster.api_server.objects[f"{CLAIMS}/{claim.name}"]["status"]["devices"][0] == other
+        for _ in range(2):
+            with pytest.raises(RefusedError):
+                cluster.prepare(large)
+        said = self.of(cluster, large, "False")
+        assert said["conditions"][0]["reason"] == "DoesNotFit"
+        assert "90.0 percent of the threads were requested" in said["conditions"][0]["message"]
+        cluster.unprepare(claim)
+        cluster.prepare(large)
+        assert self.of(cluster, large, "True")["data"]["lease"] == cluster.leases()[0]["id"]
+        assert len(cluster.api_server.asked("PATCH", f"{large.name}/status")) == 2
+        for release in ("1.34", "1.37"):
+            kubernetes_validate.validate(cluster.api_server.objects[f"{CLAIMS}/{large.name}"], release, strict=True)
+
+    def test_without_the_right(self, make_cluster: MakeCluster) -> None:
+        """Without the role, which Kubernetes before 1.36 should not give, it is tried once, and claims are prepared."""
+        cluster = make_cluster(start=False)
+        cluster.api_server.writes_status = False
+        cluster.start()
+        cluster.prepare(cluster.claim(result("10")))
+        (line,) = wait_until(lambda: cluster.log("claim_status_not_written"), what="the log to say so")
+        cluster.prepare(cluster.claim(result("10")), cluster.claim(result("10")))
+        assert (line["code"], len(cluster.leases())) == ("not_permitted", 3)
+        assert len(cluster.api_server.asked("PATCH", "/status")) == 1
 
 
 class TestExtendedResource:

@@ -61,6 +61,15 @@ class Cluster(Protocol):
         """Have a pod admitted; raises RefusedError with the text of its event."""
 
 
+def end(process: "subprocess.Popen[str]") -> None:
+    """Kill a process."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
 @dataclass
 class Container:
     """A container that was started."""
@@ -73,11 +82,7 @@ class Container:
     annotations: dict[str, str]
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+        end(self.process)
 
 
 @dataclass
@@ -98,11 +103,15 @@ class StandInPod:
         *,
         uid: int | None = None,
         more: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        may_read: bool = False,
         before: Callable[[], None] = lambda: None,
     ) -> Container:
         """Start a container: first kubelet, which makes the pod's group and sandbox, then the runtime.
 
-        `before` is called between the two.
+        `env` are the variables of the pod's own manifest, which kubelet lets win. With `may_read`, the
+        program's files need not be readable for the user, at first. `before` is called between kubelet
+        and the runtime. Raises RefusedError where kubelet, a plugin or a hook refuses the container.
         """
         self.begin()
         created = self.cluster.order("start", pod=self.uid, container=container)
@@ -111,11 +120,12 @@ class StandInPod:
         group = self.group / f"{self.made:064x}"
         group.mkdir()
         user = () if uid is None else ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-        variables = {"PATH": os.environ["PATH"], **(more or {}), **created["variables"]}
+        variables = {"PATH": os.environ["PATH"], **(more or {}), **created["variables"], **(env or {})}
         # Like a runtime: no process has the container's variables before it runs as the container's user.
         given = [f"{name}={value}" for name, value in variables.items()]
+        program = ["env", *given, *user, *command] if may_read else [*user, "env", *given, *command]
         process = subprocess.Popen(
-            ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *user, "env", *given, *command],
+            ["sh", "-c", 'echo $$ >"$0" && read go && exec "$@"', str(group / "cgroup.procs"), *program],
             env={"PATH": os.environ["PATH"]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -126,6 +136,15 @@ class StandInPod:
             lambda: str(process.pid) in (group / "cgroup.procs").read_text().split(),
             what=f"{process.pid} to be in its control group",
         )
+        mounts = {inside: outside for inside, (outside, _) in created["mounts"].items()}
+        for device in [each for each in created["cdi_devices"] if (self.cluster.edits(each) or {}).get("hooks")]:
+            done = call_hook(self.cluster, device, process.pid, uid=uid or 0, variables=variables, mounts=mounts)
+            if done.returncode:
+                end(process)
+                raise RefusedError(f"error running createRuntime hook: {done.stderr}")
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
         started = Container(
             container, process, variables, created["mounts"], created["cdi_devices"], created["annotations"]
         )
@@ -228,7 +247,9 @@ class StandIn:
     def variables(self) -> dict[str, str]:
         """Return the plugin's environment."""
         prefix = "MPSD_KUBERNETES_"
-        given = {"CGROUP_ROOT": f"/{self.top.name}", **self.settings}
+        # Most tests are about a kubelet that passes no CDI device on, such as 1.20, or a container that has none.
+        own = {"CGROUP_ROOT": f"/{self.top.name}", "CDI_DIR": str(self.root / "cdi"), "HOOK": "never"}
+        given = {**own, **self.settings}
         return {f"{prefix}{name}": value for name, value in given.items()}
 
     def start(self) -> "StandIn":
@@ -338,6 +359,24 @@ class StandIn:
 
         wait_until(gone, what=f"{group} to be empty")
 
+    # -- what the container runtime does -------------------------------------------------------------------------------
+
+    def edits(self, device: str) -> dict[str, Any] | None:
+        """Return the changes of a CDI device to a container; None for the GPU itself, which no file here describes.
+
+        Raises RefusedError for a device of mpsd's without a file.
+        """
+        kind, _, name = device.partition("=")
+        for path in (self.root / "cdi").glob("*.json"):
+            document = json.loads(path.read_text())
+            for each in document["devices"] if document["kind"] == kind else []:
+                if each["name"] == name:
+                    found: dict[str, Any] = each["containerEdits"]
+                    return found
+        if kind.startswith("nvidia.com/"):
+            return None
+        raise RefusedError(f"unresolvable CDI devices {device}")
+
     # -- what mpsd and the plugin say ----------------------------------------------------------------------------------
 
     def leases(self) -> list[dict[str, Any]]:
@@ -364,6 +403,42 @@ class StandIn:
         """Return the plugin's log lines about an event."""
         lines = (self.root / "plugin.log").read_text().splitlines()
         return [line for line in map(json.loads, filter(_is_whole, lines)) if line["event"] == event]
+
+
+def call_hook(
+    cluster: StandIn,
+    device: str,
+    pid: int,
+    *,
+    uid: int = 0,
+    variables: Mapping[str, str] | None = None,
+    mounts: Mapping[str, str] | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Call the hook of a device like a container runtime, for a process that is in its container's group already.
+
+    `variables` and `mounts` are those of the container beside the device's own.
+    """
+    edits = cluster.edits(device)
+    assert edits is not None
+    (hook,) = edits["hooks"]
+    bundle = cluster.root / f"bundle-{pid}"
+    bundle.mkdir(exist_ok=True)
+    own = {each["containerPath"]: each["hostPath"] for each in edits.get("mounts", ())}
+    listed = [{"destination": inside, "source": there} for inside, there in {**(mounts or {}), **own}.items()]
+    given = [f"{name}={value}" for name, value in (variables or {}).items()]
+    process = {"user": {"uid": uid, "gid": uid}, "env": [*given, *edits.get("env", ())]}
+    (bundle / "config.json").write_text(json.dumps({"process": process, "mounts": listed}))
+    return subprocess.run(
+        hook["args"],
+        executable=hook["path"],
+        input=json.dumps({"pid": pid, "bundle": str(bundle)}),
+        env=dict(each.split("=", 1) for each in hook["env"]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd="/",
+    )
 
 
 def _is_whole(line: str) -> bool:

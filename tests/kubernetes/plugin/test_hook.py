@@ -1,0 +1,139 @@
+"""The hook of a pod's containers: each container's user has its lease before the program starts, and no larger one."""
+
+import json
+import signal
+from collections.abc import Mapping
+
+import pytest
+
+from mpsd.simulator.client import program
+from tests.harness import wait_until
+from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, Container, RefusedError, StandIn
+from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.kubernetes.plugin.test_pods import await_idle
+from tests.simulated_clients import outside
+
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
+
+HOOK = {"HOOK": "auto"}
+MANY = '[daemon]\nusers = "many"\n'
+
+
+def hello(container: Container) -> tuple[bool, float]:
+    """Return whether the first program of a container is under MPS, and its part of the threads."""
+    assert container.process.stdout is not None
+    found = json.loads(container.process.stdout.readline())
+    return found["mps"], found["active_thread_percentage"]
+
+
+def owners(cluster: StandIn) -> dict[int, float]:
+    """Return the part of the threads of each user."""
+    return {each["owner"]["uid"]: each["active_thread_percentage"] for each in cluster.leases()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"RESOURCES": "threads-and-memory"}])
+def test_each_container_has_its_user(make_cluster: MakeCluster, settings: Mapping[str, str]) -> None:
+    """A program of any user that looks for its GPU at once is under MPS, also while the plugin does nothing."""
+    cluster = make_cluster(control=None, config=MANY, settings={**HOOK, **settings})
+    requests = {name: {CORE: n, MEMORY: n // 5} if settings else {SLICE: n} for name, n in (("one", 10), ("two", 20))}
+    pod = cluster.create(requests)
+    assert cluster.plugin is not None
+    users = {"one": (1000680000, 10.0), "two": (1000680001, 20.0)}
+    for _ in range(2):  # the containers, and those that replace them
+        for name, (uid, threads) in users.items():
+            container = pod.start(
+                name, program(), uid=uid, more=outside(cluster.node), may_read=True, before=cluster.stop_plugin
+            )
+            assert hello(container) == (True, threads)
+            container.end()
+            cluster.plugin.send_signal(signal.SIGCONT)
+    assert owners(cluster) == dict(users.values())
+    pod.delete()
+    await_idle(cluster)
+
+
+def test_after_an_init_container(make_cluster: MakeCluster) -> None:
+    """An init container with the same devices has its own lease, for its own user."""
+    cluster = make_cluster(settings=HOOK)
+    pod = cluster.create({"first": {SLICE: 20}, "main": {SLICE: 20}}, init=["first"])
+    pod.start("first", uid=1001).end()
+    assert owners(cluster) == {1001: 20}
+    pod.start("main", uid=1002)
+    assert owners(cluster) == {1002: 20}
+
+
+REFUSED = [
+    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "30.1"),
+    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""),
+    ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=70G"),
+    ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "7=1G"),
+    ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"),
+    ("CUDA_VISIBLE_DEVICES", "1"),
+    ("CUDA_MPS_PROTOCOL_VERSION", "3"),
+    ("NVIDIA_VISIBLE_DEVICES", "all"),
+    ("MPSD_ALLOCATION", "0123456789abcdef"),
+    ("MPSD_LEASE", "of-another"),
+]
+
+
+def test_its_own_env(make_cluster: MakeCluster) -> None:
+    """A container whose manifest names more than its share does not start, and its author reads what to remove."""
+    cluster = make_cluster(settings=HOOK)
+    pod = cluster.create({"main": {SLICE: 30}})
+    other = cluster.node.request("POST", "/v1/leases", {"fraction": 0.1}).json["id"]
+    for name, value in REFUSED:
+        env = {name: other if value == "of-another" else value}
+        remedy = f"remove {name} from the env of the container in its pod's manifest"
+        with pytest.raises(RefusedError, match=remedy) as refused:
+            pod.start("main", env=env)
+        assert "%" not in str(refused.value)
+    pod.start("main")
+
+
+def test_its_own_env_without_the_hook(make_cluster: MakeCluster) -> None:
+    """Where no hook is called, the client of such a container is a violation of its lease, and not only unknown."""
+    cluster = make_cluster(control=None)
+    cluster.create({"main": {SLICE: 50}}).start("main")
+    pod = cluster.create({"main": {SLICE: 30}})
+    (lease,) = [each["id"] for each in cluster.leases() if each["active_thread_percentage"] == 30]
+    container = pod.start("main", program(), env=dict(REFUSED[:1]), more=outside(cluster.node))
+    assert hello(container) == (True, 30.1)
+    found = wait_until(lambda: cluster.node.events("violation"), what="the violation")
+    assert [(each["kind"], each["lease"]) for each in found] == [("limits", lease)]
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE='30.1', which is not within its part, 30 %" in found[0]["because"]
+    assert cluster.node.get(f"/v1/leases/{lease}/verify").json["verdict"] == "violation"
+
+
+def test_its_own_smaller_share(make_cluster: MakeCluster) -> None:
+    """A container may limit itself further."""
+    cluster = make_cluster(control=None, settings=HOOK)
+    pod = cluster.create({"main": {SLICE: 30}})
+    env = {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "20",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
+        "CUDA_MPS_CLIENT_PRIORITY": "1",
+    }
+    assert hello(pod.start("main", program(), env=env, more=outside(cluster.node))) == (True, 20.0)
+
+
+def test_a_device_that_was_removed(make_cluster: MakeCluster) -> None:
+    """If anything cleans the directory of CDI devices, the next container starts nevertheless."""
+    cluster = make_cluster(settings=HOOK)
+    pod = cluster.create({"main": {SLICE: 30}})
+    (cluster.root / "cdi" / "mpsd-container.json").unlink()
+    pod.start("main", uid=1001)
+    assert owners(cluster) == {1001: 30}
+
+
+def test_cannot_be_installed(make_cluster: MakeCluster) -> None:
+    """Without a safe directory for CDI devices, the log says so, and the lease follows the program's user."""
+    cluster = make_cluster(settings=HOOK, start=False)
+    cluster.root.mkdir()
+    (cluster.root / "cdi").mkdir()
+    (cluster.root / "cdi").chmod(0o777)
+    cluster.start()
+    assert "could change what a container runtime does" in cluster.log("hook_not_installed")[-1]["because"]
+    pod = cluster.create({"main": {SLICE: 30}})
+    container = pod.start("main", uid=1001)
+    assert not container.cdi_devices
+    wait_until(lambda: owners(cluster) == {1001: 30}, what="the lease to be the user's")

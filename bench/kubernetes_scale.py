@@ -64,7 +64,7 @@ def states(number: int, shares: int) -> list[GpuState]:
 
 def annotation(number: int, shares: int) -> str:
     """Return the annotation of a node with them."""
-    return node_state.annotation(states(number, shares), datetime.now(tz=UTC), 750)
+    return node_state.annotation(node_state.described(states(number, shares)), datetime.now(tz=UTC), 750)
 
 
 def document(node: int, number: int, generation: int = 1) -> dict[str, object]:

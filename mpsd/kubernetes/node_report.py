@@ -27,9 +27,10 @@ _LOOK: Final = 1.0
 """Seconds between two queries to mpsd, once the next write is due."""
 
 _LASTING: Final = 10
-"""Intervals per write where changes last, and `_BURST` writes in advance."""
+"""Intervals per write where changes last."""
 
 _BURST: Final = 4
+"""Writes that a quiet time saves up."""
 
 _RENEWAL: Final = 600.0
 """Seconds after which the annotation is written again without a change."""
@@ -60,7 +61,7 @@ class NodeReport(Part):
     def __init__(self, program: Program, api_server: ApiServer) -> None:
         super().__init__(program)
         self._api_server = api_server
-        self._written: tuple[dict[str, str | None], list[GpuState]] | None = None
+        self._written: tuple[dict[str, str | None], list[dict[str, object]]] | None = None
 
     def run(self) -> None:
         """Write until the program ends; then remove what was written, since nothing is offered here any more."""
@@ -85,19 +86,19 @@ class NodeReport(Part):
         leases = self._mpsd.leases()
         states = [_state(each, leases) for each in gpus]
         branches = {each.driver for each in gpus}
-        domain, branch = self._settings.domain, branches.pop() if len(branches) == 1 else None
-        wanted = node_state.labels(domain, states, self._settings.resources, branch), states
-        now, is_changed = clock.monotonic(), wanted != self._written
+        settings, branch = self._settings, branches.pop() if len(branches) == 1 else None
+        labels = node_state.labels(settings.domain, states, settings.resources, branch)
+        described = node_state.described(states)
+        now, is_changed = clock.monotonic(), (labels, described) != self._written
         if not is_changed and now < pace.renewal:
             return
         pace.spend(now)
-        note = node_state.annotation(
-            states, clock.now(), retry.MOST_JITTER * max(_RENEWAL, self._settings.report_interval)
-        )
-        self._write(node_state.patch(domain, wanted[0], note))
+        due = retry.MOST_JITTER * max(_RENEWAL, settings.report_interval)
+        note = node_state.annotation(described, clock.now(), due)
+        self._write(node_state.patch(settings.domain, labels, note))
         if is_changed:
-            self._log.info(EventName.NODE_REPORTED, node=self._settings.node, labels=wanted[0])
-        self._written = wanted
+            self._log.info(EventName.NODE_REPORTED, node=settings.node, labels=labels)
+        self._written = labels, described
 
     def _write(self, patch: Document) -> None:
         self._api_server.patch_node(self._settings.node, patch)
@@ -115,4 +116,4 @@ def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuSt
         for share in lease["shares"]
         if share["gpu"] == gpu.uuid
     ]
-    return GpuState(gpu, sorted(shares))
+    return GpuState(gpu, shares)

@@ -78,28 +78,28 @@ def labels(domain: str, gpus: Iterable[GpuState], offers: str, branch: int | Non
     return {f"{domain}/{name}": value for name, value in wanted.items()}
 
 
-def annotation(gpus: Iterable[GpuState], at: datetime, due: float) -> str:
-    """Return the annotation of a node: its GPUs by index, in JSON.
+def described(gpus: Iterable[GpuState]) -> list[dict[str, object]]:
+    """Return what a node's annotation has about its GPUs, by index."""
+    return [
+        {
+            "uuid": each.gpu.uuid,
+            "index": each.gpu.position,
+            "model": each.gpu.model,
+            "because": each.gpu.because[:_LONGEST_REASON],
+            "threads": each.granted.tenths / 10,
+            "memory": [each.granted.mebibytes, each.gpu.mebibytes],
+            "shares": [[share.pod, share.tenths / 10, share.mebibytes] for share in sorted(each.shares)],
+        }
+        for each in sorted(gpus, key=lambda state: state.gpu.position)
+    ]
+
+
+def annotation(gpus: Sequence[Mapping[str, object]], at: datetime, due: float) -> str:
+    """Return the annotation of a node with these described GPUs, in JSON.
 
     `at` is the time of writing, and `due` the number of seconds until it is written again at the latest.
     """
-    state = {
-        "version": 1,
-        "at": at.isoformat(timespec="seconds"),
-        "due": round(due),
-        "gpus": [
-            {
-                "uuid": each.gpu.uuid,
-                "index": each.gpu.position,
-                "model": each.gpu.model,
-                "because": each.gpu.because[:_LONGEST_REASON],
-                "threads": each.granted.tenths / 10,
-                "memory": [each.granted.mebibytes, each.gpu.mebibytes],
-                "shares": [[share.pod, share.tenths / 10, share.mebibytes] for share in sorted(each.shares)],
-            }
-            for each in sorted(gpus, key=lambda state: state.gpu.position)
-        ],
-    }
+    state = {"version": 1, "at": at.isoformat(timespec="seconds"), "due": round(due), "gpus": gpus}
     return json.dumps(state, separators=(",", ":"))
 
 

@@ -14,6 +14,7 @@ from mpsd.core.dra.slices import Steps
 from mpsd.core.errors import ConfigurationError, InternalError, MpsdError
 from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
 from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.node_report import Pace
 from mpsd.kubernetes.parts import Part, Program
 from mpsd.system import clock, retry
 
@@ -24,7 +25,7 @@ _SOON: Final = (1.0, 3.0, 10.0, 30.0)
 """Seconds after a kubelet's registration at which the slice is checked, since kubelet deletes it sooner or later."""
 
 _PACE: Final = 2.0
-"""Minimum seconds from one write to the next."""
+"""Minimum seconds from one look to the next, and from one write to the next; where changes last, ten times as long."""
 
 _RETRY: Final = 5.0
 _RETRY_REFUSED: Final = 60.0
@@ -42,6 +43,7 @@ class Publisher(Part):
         """When a kubelet last registered the driver, and when the slice was last checked."""
         self._look_at = -inf
         """When it is checked again."""
+        self._pace = Pace(_PACE)
         self._uid = ""
         self._attach = ""
 
@@ -66,7 +68,7 @@ class Publisher(Part):
             try:
                 self._look()
                 self._log.solved("slice")
-                self._ended.wait(_PACE)
+                self._ended.wait(max(_PACE, self._pace.due - clock.monotonic()))
             except ConflictError:
                 self._changed.set()  # another writer changed it meanwhile: check again
                 self._ended.wait(_PACE)
@@ -87,6 +89,7 @@ class Publisher(Part):
             wanted = slices.document(node, gpus, steps, found, taints=False)
         if slices.same(found, wanted):
             return
+        self._pace.spend(clock.monotonic())
         server = self._api_server
         taken = server.create_slice(wanted) if found is None else server.replace_slice(name, wanted)
         if not slices.is_shared(taken):

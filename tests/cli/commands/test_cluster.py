@@ -41,7 +41,7 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def annotation(seconds: float = 65.0) -> str:
     """Return the annotation of a node that wrote it so many seconds ago, and promised to do so each ten minutes."""
-    return node_state.annotation(GPUS, datetime.now(tz=UTC) - timedelta(seconds=seconds), 600)
+    return node_state.annotation(node_state.described(GPUS), datetime.now(tz=UTC) - timedelta(seconds=seconds), 600)
 
 
 def node(name: str, state: str, domain: str = "mpsd.internal", ready: str = "True") -> dict[str, Any]:

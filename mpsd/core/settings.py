@@ -334,7 +334,9 @@ class Violations:
 
     no_lease: OnViolation | None = _action("a client that no lease admitted, with `enforcement.unadmitted` = `deny`.")
     processes: OnViolation | None = _action("a client that exceeds the number of processes of its lease.")
-    memory: OnViolation | None = _action("processes that hold more memory than their lease grants.")
+    memory: OnViolation | None = _action(
+        "the newest processes of a lease whose processes hold more memory together than it grants."
+    )
     lingers: OnViolation | None = _action(
         "a client that does not exit within `enforcement.grace` after its server met a fatal fault."
     )

@@ -82,11 +82,14 @@ def test_thread_ceiling(node: Node) -> None:
 def test_memory_ceiling(node: Node) -> None:
     """A lease of 4 GiB is refused more, though the GPU has more; CUDA's own part of it is less than 1 GiB."""
     with leased(node, threads=50, memory="4GiB") as client:
-        attached(node, client)
+        lease = attached(node, client)["lease"]
         assert client.hello["total"] > 6 * GIB, "this GPU is too small to tell"
         answer = client.do("alloc-until-refused")
         assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
         assert 3 * GIB <= answer["held"] <= 4 * GIB
+        # NVML reports no more than the limit, so that no honest client is a violation.
+        (process,) = node.get(f"/v1/leases/{lease}/verify").json["processes"]
+        assert process["memory_held"] <= 4 * GIB
         # The client can allocate freed memory again, and no more than that.
         assert client.do("free")["ok"]
         assert client.do("alloc-until-refused")["held"] == pytest.approx(answer["held"], abs=2 * PIECE)

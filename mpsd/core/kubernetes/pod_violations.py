@@ -36,11 +36,12 @@ _REMEDIES: Final = {
 
 
 def message(violation: PodViolation, user: str, settings: Settings) -> str:
-    """Return the text for the user of a share, such as `container main`. It is the same for each process too many."""
+    """Return the text for the user of a share, such as `container main`. It is the same for each process alike."""
     because = violation.because.replace(f"lease {violation.lease}", "its share")
+    if violation.kind != ViolationKind.MEMORY:  # of which each process is ended, and told of, by itself
+        because = because.replace(f"process {violation.pid} ", "a process ")
     match violation.kind:
         case ViolationKind.PROCESSES:
-            because = because.replace(f"process {violation.pid} ", "a process ")
             because += "; each process has the limits of one, and those too many count as used until they end"
             remedy = f"{_several(settings)}, or start fewer"
         case ViolationKind.MEMORY:

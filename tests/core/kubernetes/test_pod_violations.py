@@ -53,3 +53,9 @@ def test_says_what_to_do(kind: str) -> None:
     assert found.startswith("container main: it happened")
     assert "; " in found
     assert "mpsctl" not in found
+
+
+def test_without_pids() -> None:
+    """Processes that come and go do not make another event each, except those that hold too much memory."""
+    assert message(of("limits", "process 7 was started"), "", Settings()).startswith("a process was started")
+    assert message(of("memory", "process 7 holds"), "", Settings()).startswith("process 7 holds")

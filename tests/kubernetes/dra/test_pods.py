@@ -57,6 +57,18 @@ class TestPod:
             what="it to be verified",
         )
 
+    def test_an_undeclared_process(self, make_cluster: MakeCluster) -> None:
+        """A pod with one CUDA process more than its claim declares is told of the parameter."""
+        cluster = make_cluster(control=None)
+        pod = cluster.pod(cluster.claim(result("30", "4Gi")))
+        containers = [pod.start("main", program(), more=outside(cluster.node)) for _ in range(2)]
+        written = cluster.api_server.written
+        (event,) = wait_until(lambda: [each for each in written if each["kind"] == "Event"], what="an event")
+        assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "UndeclaredProcess")
+        assert event["message"].startswith("ResourceClaim claim-0: a process is an extra client of its share")
+        assert "set the parameter `processes` of its claim, or start fewer" in event["message"]
+        containers[0].end()
+
     def test_prepared_twice(self, cluster: DraCluster) -> None:
         """kubelet may repeat the request, by either version of the API, and gets the same answer."""
         claim = cluster.claim()
@@ -251,10 +263,11 @@ class TestClaimStatus:
         for release in ("1.34", "1.37"):
             kubernetes_validate.validate(cluster.api_server.objects[f"{CLAIMS}/{large.name}"], release, strict=True)
 
-    def test_without_the_right(self, make_cluster: MakeCluster) -> None:
+    @pytest.mark.parametrize("rights", [frozenset[str](), frozenset({"resourceclaims/status"})], ids=str)
+    def test_without_the_right(self, make_cluster: MakeCluster, rights: frozenset[str]) -> None:
         """Without the role, which Kubernetes before 1.36 should not give, it is tried once, and claims are prepared."""
         cluster = make_cluster(start=False)
-        cluster.api_server.writes_status = False
+        cluster.api_server.rights = rights
         cluster.start()
         cluster.prepare(cluster.claim(result("10")))
         (line,) = wait_until(lambda: cluster.log("claim_status_not_written"), what="the log to say so")

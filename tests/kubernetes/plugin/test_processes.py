@@ -1,6 +1,7 @@
 """Containers with one and with several CUDA processes: the unit of a share is the container."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from mpsd.simulator.client import program
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
-from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandInPod
+from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn, StandInPod
 from tests.kubernetes.plugin.conftest import MakeCluster, account
 from tests.kubernetes.plugin.test_pod_events import written
 from tests.kubernetes.plugin.test_pods import GIB, TWO, await_idle
@@ -88,6 +89,12 @@ class Program:
         return bool(self._answer()["ok"])
 
 
+def unleased(cluster: StandIn, percent: float) -> bool:
+    """Tell whether clients that no lease has room for count as so much of the threads."""
+    (gpu,) = cluster.node.get("/v1/gpus").json["gpus"]
+    return bool(gpu["threads_unleased"] == percent)
+
+
 def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     """The processes of a container hold no more memory than its share, and its pod is told what its manifest lacks.
 
@@ -101,6 +108,7 @@ def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     oldest, middle, newest = (Program(pod) for _ in range(3))
     side = Program(pod, "side")
     try:
+        wait_until(partial(unleased, cluster, 50), what="those too many to count as used")
         for each in (oldest, middle, newest):
             assert each.hello["active_thread_percentage"] == 25
             assert each.do("alloc 9GiB")

@@ -270,8 +270,9 @@ def check_device(device: Mapping[str, Any]) -> None:
         assert _NAME.fullmatch(name), name
     for value in device["attributes"].values():
         ((kind, one),) = value.items()
-        assert isinstance(one, {"int": int, "string": str, "version": str, "bool": bool}[kind])
-        assert kind != "version" or _SEMVER.fullmatch(one), one
+        types: dict[str, type] = {"int": int, "string": str, "version": str, "bool": bool}
+        assert isinstance(one, types[kind])
+        assert kind != "version" or _SEMVER.fullmatch(str(one)), one
         assert len(str(one)) <= 64
 
 

@@ -183,7 +183,7 @@ def test_another_user(cluster: Cluster, install: Install) -> None:
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
 
 
-@pytest.mark.parametrize(("name", "replicas", "shares"), [("nvidia.com/gpu", 4, [1]), (SHARED, 8, [4, 1, 1, 1, 1])])
+@pytest.mark.parametrize(("name", "replicas", "shares"), [("nvidia.com/gpu", 4, [1]), (SHARED, 8, [4, 1, 1])])
 def test_replicas(cluster: Cluster, install: Install, name: str, replicas: int, shares: list[int]) -> None:
     """Pods for replicas of NVIDIA's plugin run unchanged, side by side on a GPU; one more waits for one of them."""
     mpsd = install(name, replicas, gpus=1, plugin=f'slice_resource = "{name}"\nslices = {replicas}')

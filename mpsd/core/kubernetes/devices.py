@@ -411,7 +411,7 @@ def with_devices(
             return each
     raise InvalidRequestError(
         f"kubelet starts a container with {len(numbers)} devices of GPU {gpu}, and its checkpoint lists them for none",
-        hint="kubelet tries again; if it stays so, see kubelet_dir and kubelet's log",
+        hint="kubelet tries again; if it stays so, delete the pod, and see kubelet_dir and kubelet's log",
         limit="checkpoint",
     )
 

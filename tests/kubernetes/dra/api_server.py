@@ -51,8 +51,8 @@ class ApiServer:
     token: str = TOKEN
     shares_devices: bool = True
     """Whether the feature gate DRAConsumableCapacity is on."""
-    writes_status: bool = True
-    """Whether the service account may write the status of claims."""
+    rights: frozenset[str] = frozenset({"resourceclaims/status", "resourceclaims/driver"})
+    """What the service account may write of claims; the second is asked for since 1.36."""
     taints_devices: bool = True
     """Whether the feature gate DRADeviceTaints is on (by default since 1.36)."""
     refusal: int | None = None
@@ -192,7 +192,7 @@ class ApiServer:
 
     def _apply(self, path: str, body: Document, query: str) -> tuple[int, Document]:
         """Apply the status of a claim on the server's side: entries of devices are merged by their keys."""
-        if not self.writes_status:
+        if "resourceclaims/status" not in self.rights:
             return 403, _status('cannot patch resource "resourceclaims/status"')
         found = self.objects.get(path)
         if found is None:
@@ -200,6 +200,9 @@ class ApiServer:
         if body["metadata"].get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
             return 409, _status("Precondition failed: UID in precondition")
         allocated = [_key(each) for each in found["status"]["allocation"]["devices"]["results"]]
+        if "resourceclaims/driver" not in self.rights:  # an error of validation, of the whole object
+            needed = 'resource="resourceclaims/driver", verb="[associated-node:patch arbitrary-node:patch]"'
+            return 422, _status(f"status.devices: Forbidden: changing status.devices requires {needed} permission")
         for device in body["status"]["devices"]:
             check_device_status(device)
             if _key(device) not in allocated:

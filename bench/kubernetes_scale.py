@@ -36,6 +36,14 @@ from mpsd.kubernetes.node_report import Pace
 _GIB: Final = 1024
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _WRITERS: Final = 16
+_HARDWARE: Final = {
+    "brand": "Nvidia",
+    "architecture": "Hopper",
+    "compute_capability": "9.0",
+    "cuda_version": "12.8",
+    "pci_bus_id": "0000:0f:00.0",
+    "pcie_root": "pci0000:0a",
+}
 _STEPS: Final = Steps(1, 256, 100)
 
 
@@ -51,6 +59,7 @@ def gpus(number: int) -> list[Gpu]:
             each,
             "NVIDIA H200",
             "570.133.20",
+            hardware=_HARDWARE,
         )
         for each in range(number)
     ]

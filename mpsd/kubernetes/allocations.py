@@ -94,6 +94,9 @@ class Allocations(PodLeases):
         uuid, numbers = devices.on_one_gpu(ids, kind, self._settings)
         gpu = self._gpu(uuid)
         if self._settings.resources is Offer.THREADS_AND_MEMORY:
+            if gpu.because:  # kubelet may not know yet, and would take the other resource from another GPU
+                hint = "create the pod again, or let its controller do so"
+                raise DaemonNotReadyError(f"GPU {gpu.position} has no new work now: {gpu.because}", hint=hint)
             return self._answer(self._half(kind, gpu, numbers), gpu)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         allocation = _allocation(uuid, numbers)

@@ -47,6 +47,7 @@ _MOST: Final = 4 * 1024 * 1024
 
 _PIECE: Final = 64 * 1024
 _TOKEN_BYTES: Final = 64 * 1024
+_ROLE: Final = "give the service account of mpsd-kubernetes its role: container/kubernetes"
 _RESOURCE: Final = "/apis/resource.k8s.io/v1"
 _NOT_FOUND, _CONFLICT, _TOO_MANY, _ERRORS = 404, 409, 429, 500
 
@@ -120,7 +121,12 @@ class ApiServer:
             case {"metadata": {"namespace": str(namespace), "name": str(name)}}:
                 path = f"{_RESOURCE}/namespaces/{_segment(namespace)}/resourceclaims/{_segment(name)}/status"
                 query = f"?fieldManager={quote(manager)}&force=true"
-                self._ask("PATCH", path + query, document, what=f"the status of ResourceClaim {namespace}/{name}")
+                try:
+                    self._ask("PATCH", path + query, document, what=f"the status of ResourceClaim {namespace}/{name}")
+                except InternalError as error:
+                    if "resourceclaims/driver" not in error.detail:
+                        raise
+                    raise NotPermittedError(error.detail, hint=_ROLE, limit="rbac") from None  # since 1.36, by a 422
 
     def slice(self, name: str) -> Document | None:
         """Return a ResourceSlice; None where there is none."""
@@ -236,7 +242,7 @@ def _refusal(status: int, answer: bytes, after: float, what: str) -> Exception:
     if status in {401, 403}:
         return NotPermittedError(
             f"the API server refuses {what}: {because}",
-            hint="give the service account of mpsd-kubernetes its role: container/kubernetes",
+            hint=_ROLE,
             limit="rbac",
         )
     if status == _TOO_MANY or status >= _ERRORS:

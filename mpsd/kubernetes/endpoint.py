@@ -93,6 +93,11 @@ class Endpoint(Part):
             self._followed_at = now
         return now - self._followed_at < _ALONE
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether the kubelet that listens now follows the devices."""
+        return self._followers > 0 and self._registered is not None and self._registered == self._kubelet.identity()
+
     def close(self) -> None:
         """End the open calls, and remove the socket."""
         self._socket.close()

@@ -24,6 +24,7 @@ class EventName(StrEnum):
     RESOURCE_REGISTERED = "resource_registered"
     RESOURCE_NOT_REGISTERED = "resource_not_registered"
     OTHER_PLUGIN = "other_plugin"
+    READINESS_NOT_SHOWN = "readiness_not_shown"
     DEVICES_CHANGED = "devices_changed"
     NODE_NOT_OFFERED = "node_not_offered"
     HOOK_INSTALLED = "hook_installed"

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.kubernetes.devices import KINDS
-from mpsd.core.kubernetes.settings import When
+from mpsd.core.kubernetes.settings import Offer, When
 from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.api_server import ApiServer, Place
 from mpsd.kubernetes.endpoint import Endpoint
@@ -39,11 +39,19 @@ _HURRY: Final = 10.0
 """Seconds for which it searches this often after a container or a claim was announced."""
 
 
+READY: Final = "mpsd-kubernetes.ready"
+"""The name of the file that is there while kubelet has this program registered."""
+
+
 class Serves(Protocol):
     """The sockets for kubelet."""
 
     def serve(self) -> None:
         """Serve on the sockets, and register with kubelet, if that is not so already."""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether kubelet has accepted them, and still has."""
 
     def close(self) -> None:
         """End the open calls, and remove the sockets."""
@@ -76,6 +84,9 @@ class Service(Part):
             **threads,
         }
         self._failure: Exception | None = None
+        below = "plugins" if self._settings.resources is Offer.DRA else "device-plugins"
+        self._ready = self._settings.kubelet_dir / below / READY
+        """For the readiness probe. A kubelet that starts empties the directory of device plugins."""
 
     def run(self, **facts: object) -> None:
         """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured.
@@ -94,9 +105,11 @@ class Service(Part):
             while not self._ended.is_set():
                 for endpoint in self._endpoints:
                     endpoint.serve()
+                self._show(is_ready=all(each.is_registered for each in self._endpoints))
                 self._ended.wait(_LOOK)
         finally:
             self._ended.set()
+            self._show(is_ready=False)
             self._leases.woken.set()
             for endpoint in self._endpoints:
                 endpoint.close()
@@ -105,6 +118,16 @@ class Service(Part):
             self._log.info(EventName.PLUGIN_ENDED)
         if self._failure is not None:
             raise self._failure
+
+    def _show(self, *, is_ready: bool) -> None:
+        try:
+            if not is_ready:
+                self._ready.unlink(missing_ok=True)
+            elif not self._ready.exists():
+                self._ready.touch()
+        except OSError as error:
+            if self._log.is_new("ready", str(error)):
+                self._log.warning(EventName.READINESS_NOT_SHOWN, because=str(error))
 
     def _run(self, run: Callable[[], None]) -> None:
         """Run a thread; the program ends when one ends, and with its error where it fails."""

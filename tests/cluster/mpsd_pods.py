@@ -48,10 +48,14 @@ class Mpsd:
 
     def install(self) -> None:
         """Apply it, label the node, and wait until its pod is ready."""
+        self.apply()
+        self.ready()
+
+    def apply(self) -> None:
+        """Apply it, and label the node."""
         self.cluster.apply(*(each for each in self.objects if each["kind"] == "Namespace"))
         self.cluster.apply(*(each for each in self.objects if each["kind"] != "Namespace"))
         self.cluster.kubectl("label", "--overwrite", "node", NODE, LABEL)
-        self.ready()
 
     def ready(self) -> Any:
         return self.cluster.wait("mpsd's pod to be ready", self._find_ready)

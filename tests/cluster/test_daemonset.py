@@ -1,6 +1,5 @@
 """mpsd's DaemonSet on a real cluster, by its manifest: placed, used, drained, updated, and left alone."""
 
-import json
 from collections.abc import Iterator
 from typing import Final
 
@@ -108,24 +107,3 @@ def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
     assert cluster.phase("client") == "Running"
     cluster.kubectl("delete", "pod", "client", "--grace-period=1")
     cluster.wait("the lease to end", lambda: mpsd.ask("leases") == [])
-
-
-def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A change of the DaemonSet ends no client: it applies to the next pod, and the old one goes after its clients."""
-    before = mpsd.name
-    cluster.apply(application("last"))
-    assert cluster.said("last")["mps"]
-    change = {"spec": {"template": {"metadata": {"annotations": {"changed": "yes"}}}}}
-    cluster.kubectl("patch", "daemonset", "mpsd", f"--namespace={NAMESPACE}", f"--patch={json.dumps(change)}")
-    cluster.wait("the change to be seen", lambda: cluster.get(
-        "daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"].get("observedGeneration") == 2)  # fmt: skip
-    (same,) = mpsd.pods()
-    assert (same["metadata"]["name"], same["metadata"].get("deletionTimestamp")) == (before, None)
-    cluster.kubectl("delete", "pod", before, f"--namespace={NAMESPACE}", "--wait=false")
-    cluster.wait("mpsd to stop admission", lambda: "stopping" in cluster.kubectl(
-        "logs", before, f"--namespace={NAMESPACE}"))  # fmt: skip
-    assert cluster.phase("last") == "Running"
-    assert [each["metadata"]["name"] for each in mpsd.pods()] == [before]
-    cluster.kubectl("delete", "pod", "last", "--grace-period=1")
-    cluster.wait("the next pod", lambda: before not in {each["metadata"]["name"] for each in mpsd.pods()})
-    assert mpsd.ready()["metadata"]["annotations"]["changed"] == "yes"

@@ -88,6 +88,18 @@ def test_offered(cluster: Cluster, mpsd: Mpsd) -> None:
         assert cluster.try_kubectl("auth", "can-i", verb, what, account).stdout.strip() == "no"
 
 
+def test_hook_runs_out_of_the_image(cluster: Cluster, mpsd: Mpsd) -> None:
+    """The node has no mpsd, and starts the hook of the CDI device as a container runtime does: out of mpsd's image."""
+    mpsd.ready()
+    device = cluster.path("/run/cdi/mpsd-container.json")
+    cluster.wait("the CDI device", device.exists)
+    (hook,) = json.loads(device.read_text())["devices"][0]["containerEdits"]["hooks"]
+    command = ["env", "--ignore-environment", *hook["env"], hook["path"], *hook["args"][1:]]
+    done = cluster.run(*command, input="{}", check=False)
+    assert (done.returncode, hook["path"].startswith("/run/containerd/")) == (2, True), done.stderr
+    assert "stdin is not the state of a container" in done.stderr
+
+
 def test_fragmentation(cluster: Cluster, mpsd: Mpsd) -> None:
     """A request that fits only both GPUs together is placed by the scheduler, and fails with a reason in its event."""
     for name in ("one", "two"):

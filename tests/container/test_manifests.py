@@ -80,6 +80,24 @@ def test_what_mpsd_needs(name: str) -> None:
     assert not (overlay(name).keys() & {"ServiceAccount", "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"})
 
 
+@pytest.mark.parametrize("name", ["daemonset", "device-plugin", "dra", "sidecar"])
+def test_programs_are_in_the_image(name: str) -> None:
+    """Probes call programs of the image, in which little but mpsd is: a probe without its program never succeeds."""
+    spec = next(
+        each["spec"]["template"]["spec"]
+        for path in sorted((KUBERNETES / "overlays" / name).glob("d*.yaml"))
+        for each in documents(path)
+    )
+    probes = [
+        probe["exec"]["command"][0]
+        for each in (*spec["containers"], *spec.get("initContainers", ()))
+        for kind in ("readinessProbe", "startupProbe", "livenessProbe")
+        if (probe := each.get(kind))
+    ]
+    assert probes
+    assert {*probes} <= {"mpsctl", "sh"}
+
+
 def test_daemonset() -> None:
     """The DaemonSet runs only on labelled nodes, is not evicted, and its updates end no client.
 

@@ -15,6 +15,7 @@ from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundE
 from mpsd.core.kubernetes import upgrade as plan
 from mpsd.core.kubernetes.upgrade import Pod, Rollout, State
 from mpsd.core.sanitize import plain
+from mpsd.core.units import first_of
 
 _COLUMNS: Final = columns_of(("NODE", "POD", "STATE"))
 
@@ -100,8 +101,8 @@ class _Upgrade:
             self._progress.erase()
         if away := seen.away:
             raise DaemonNotReadyError(
-                f"{plural(len(away), 'node')} could not be upgraded, because they are not ready: {', '.join(away)}",
-                hint="all others are; run the command again when these are back",
+                f"{plural(len(away), 'node')} could not be upgraded, because they are not ready: {first_of(away)}",
+                hint="all others are; --dry-run lists them, and the same command upgrades them when they are back",
             )
         click.echo(f"all pods of {plain(f'{seen.owner}')} are of its newest revision: {plural(len(seen.pods), 'node')}")
 
@@ -182,8 +183,9 @@ class _Upgrade:
 
     def _show(self, seen: Rollout) -> None:
         parts = [f"{len(seen.there(State.UPGRADED))} of {plural(seen.owner.desired, 'node')} upgraded"]
-        parts += [f"{each.node} waits for its clients" for each in seen.there(State.ENDING)]
-        parts += [f"{each.node} starts" for each in seen.there(State.STARTING)]
+        for state, what in ((State.ENDING, "waiting for clients of"), (State.STARTING, "starting on")):
+            if nodes := [each.node for each in seen.there(state)]:
+                parts.append(f"{what} {first_of(nodes)}")
         self._progress.show("; ".join(parts))
 
     # -- acting --------------------------------------------------------------------------------------------------------

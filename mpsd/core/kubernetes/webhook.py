@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.kubernetes.devices import Kind, resource_name
 from mpsd.core.kubernetes.settings import Offer, Settings
 from mpsd.core.mps.limits import (
     ACTIVE_THREAD_PERCENTAGE,
@@ -132,33 +133,39 @@ def _share(container: Container, settings: Settings) -> tuple[Mapping[str, str],
     if wish is None or _asks_for_gpu(container.resources or Resources(), settings):
         return {}, ()
     tenths, mebibytes = parse_foreign_percentage(wish.value) or 0, _mebibytes(memory)
+    processes = settings.processes[0] if isinstance(settings.processes[0], int) else 1
+    number = slices(tenths * processes, settings.slices)
     because = ""
     if wish.value_from is not None:
         because = "its value is not in the pod; write the number, or request the resource"
     elif not tenths:
         because = f"{briefly(plain(wish.value))} is not a number above 0, up to 100"
+    elif number is None:
+        because = f"a container's {processes} processes would have more than a GPU together"
     elif _PIPE_DIRECTORY in own:
         because = f"{_PIPE_DIRECTORY} leads to another control daemon than mpsd's; remove that variable"
     elif settings.resources is Offer.THREADS_AND_MEMORY and not mebibytes:
         because = f"{PINNED_DEVICE_MEM_LIMIT.variable} must state the memory too, such as 0=8G"
     if because:
         return {}, [f"no share for {wish.name}: {because}"]
-    warnings = [f"{each} may name another GPU than that of the share" for each in _CHOOSES_GPU if each in own]
+    warnings = [
+        f"{each} may name another GPU than that of the share; remove it" for each in _CHOOSES_GPU if each in own
+    ]
     if settings.resources is Offer.SLICES:
-        number = slices(tenths, settings.slices)
         if memory is not None:
             warnings.append(f"{memory.name} adds nothing to the share, {number}/{settings.slices} of a GPU's memory")
         return {settings.slice_resource: f"{number}"}, warnings
-    cores, units = -(-tenths // (settings.core_unit * 10)), -(-mebibytes // settings.memory_unit.mebibytes)
+    cores = -(-tenths * processes // (settings.core_unit * 10))
+    units = -(-mebibytes * processes // settings.memory_unit.mebibytes)
     return {settings.core_resource: f"{cores}", settings.memory_resource: f"{units}"}, warnings
 
 
-def slices(tenths: int, number: int) -> int:
+def slices(tenths: int, number: int) -> int | None:
     """Return the fewest slices, of this number on a GPU, whose threads are not less than these, in tenths of a percent.
 
     The threads of slices are rounded down (`devices.part_of`): the container's own variable never exceeds its share.
     """
-    return next(each for each in range(1, number + 1) if each * 1000 // number >= tenths)
+    return next((each for each in range(1, number + 1) if each * 1000 // number >= tenths), None)
 
 
 def _mebibytes(memory: Variable | None) -> int:
@@ -170,7 +177,8 @@ def _mebibytes(memory: Variable | None) -> int:
 
 def _asks_for_gpu(resources: Resources, settings: Settings) -> bool:
     """Tell whether a container asks for a GPU: by a resource of mpsd, or by one of another component."""
-    ours = {settings.slice_resource, settings.core_resource, settings.memory_resource}
+    variants = range(len(settings.processes))
+    ours = {resource_name(kind, settings, each) for kind in Kind for each in variants}
     asked = {*(resources.limits or ()), *(resources.requests or ())}
     return bool(resources.claims) or any(
         each in ours or "gpu" in each.lower() or each.startswith("nvidia.com/mig-") for each in asked

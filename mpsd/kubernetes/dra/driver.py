@@ -48,7 +48,7 @@ from mpsd.kubernetes.mpsd_client import LeaseAnswer
 from mpsd.kubernetes.parts import Program
 from mpsd.kubernetes.pod_events import PodName, Reason
 from mpsd.kubernetes.pod_leases import PodLeases
-from mpsd.system import clock
+from mpsd.system import clock, retry
 
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
 
@@ -59,7 +59,7 @@ _PAUSE: Final = 0.1
 _GONE: Final = 30.0
 """Seconds until the next query to the API server about a claim that it did not have."""
 
-_LOOK_FOR_PODS: Final = 10.0
+_LOOK_FOR_PODS: Final = 60.0
 """Seconds between two queries to the API server about the pods of a claim that several may use."""
 
 _END_DEADLINE: Final = 25.0
@@ -94,7 +94,7 @@ class Driver(PodLeases):
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
         directory = settings.kubelet_dir / "plugins" / settings.domain / "claims"
-        self._devices = CdiDevices(settings.cdi_dir)
+        self._devices = CdiDevices(settings.cdi_dir, settings.domain)
         try:
             self._store = PreparedStore(directory, self._log)
         except OSError as error:
@@ -148,7 +148,7 @@ class Driver(PodLeases):
                 )
         self.woken.set()
         return [
-            Prepared(share, [prepared.device_id(uid, number), *self._gpu_device(share)])
+            Prepared(share, [prepared.device_id(self._settings.domain, uid, number), *self._gpu_device(share)])
             for number, share in enumerate(claim.shares)
         ]
 
@@ -221,6 +221,7 @@ class Driver(PodLeases):
         gpus = [self._board.gpu(each.gpu) for each in claim.shares]
         by_environment = settings.gpu_devices is GpuDevices.ENVIRONMENT
         content = prepared.device_document(
+            settings.domain,
             claim.uid,
             [each["env"] for each in leases],
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],
@@ -360,9 +361,12 @@ class Driver(PodLeases):
                 self._mpsd.add_holder(held.lease, group)
 
     def follow_pods(self) -> None:
-        """Learn, until the program ends, which pods use shared claims: kubelet prepares a claim for the first alone."""
-        while not self._ended.wait(_LOOK_FOR_PODS):
-            for claim in self._store.all():
+        """Learn, until the program ends, which pods use shared claims: kubelet prepares a claim for the first alone.
+
+        A hook knows without.
+        """
+        while not self._ended.wait(retry.jittered(_LOOK_FOR_PODS)):
+            for claim in self._store.all() if self._hook.program is None else ():
                 if claim.is_shared and claim.stage is Stage.PREPARED:
                     try:
                         self._note_pods(claim)

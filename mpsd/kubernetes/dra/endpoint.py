@@ -41,7 +41,8 @@ class Endpoint(Part):
         """`registered` is called when a kubelet has accepted this driver; it first deletes the driver's slices."""
         super().__init__(program)
         self._driver = driver
-        self._registered = registered
+        self._on_registration = registered
+        self.is_registered = False
         root, name = self._settings.kubelet_dir, self._settings.domain
         self._socket = Socket(root / "plugins" / name / "dra.sock", self._calls(), _THREADS)
         self._finder = Socket(root / "plugins_registry" / f"{name}-reg.sock", self._finding(), _THREADS)
@@ -80,10 +81,11 @@ class Endpoint(Part):
     def _notify(
         self, status: registration.RegistrationStatus, _: grpc.ServicerContext
     ) -> registration.RegistrationStatusResponse:
+        self.is_registered = status.plugin_registered
         if status.plugin_registered:
             self._log.solved("driver")
             self._log.info(EventName.DRIVER_REGISTERED, driver=self._settings.domain, socket=str(self._socket.path))
-            self._registered()
+            self._on_registration()
         else:
             self._miss(status.error)
         return registration.RegistrationStatusResponse()

@@ -1,6 +1,7 @@
 """What the webhook adds to a pod, by applying its patch, and what it says."""
 
 import copy
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -165,6 +166,23 @@ def test_what_it_cannot_serve(offer: Offer) -> None:
         webhook.check(Settings(resources=offer, node="n"))
     webhook.check(SLICES)
     webhook.check(BOTH)
+
+
+PROCESSES: Final = Settings(slice_resource="example.com/share", processes=(4, 1))
+
+
+def test_several_processes() -> None:
+    """Where the resource is for several processes, each has what the variable names, or the container gets no share."""
+    found, _ = admitted(pod(container({THREADS: "20"})), PROCESSES)
+    assert limits(found) == [{"example.com/share": "80"}]
+    found, (warning,) = admitted(pod(container({THREADS: "25.1"})), PROCESSES)
+    assert limits(found) == [None]
+    assert "4 processes would have more than a GPU together" in warning
+    asked = pod(container({THREADS: "20"}, resources={"limits": {"example.com/share.processes-1": "20"}}))
+    assert admitted(asked, PROCESSES) == (asked, [])
+    two = replace(BOTH, processes=(2,))
+    found, _ = admitted(pod(container({THREADS: "20", MEMORY: "0=1G"})), two)
+    assert limits(found) == [{"nvidia.com/mps-core": "8", "nvidia.com/mps-memory": "4"}]
 
 
 @given(st.floats(0.001, 100).map("{:.3f}".format) | st.integers(1, 100).map(str), st.integers(1, MOST_DEVICES))

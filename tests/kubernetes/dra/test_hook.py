@@ -9,7 +9,7 @@ import pytest
 from tests.harness import wait_until
 from tests.kubernetes.dra.cluster import DraCluster
 from tests.kubernetes.dra.conftest import MakeCluster
-from tests.kubernetes.plugin.cluster import StandInPod, call_hook
+from tests.kubernetes.plugin.cluster import RefusedError, StandInPod, call_hook
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -112,3 +112,29 @@ def test_outside_of_a_pod(cluster: DraCluster) -> None:
         process.kill()
     assert done.returncode == 77
     assert "in no control group of a pod" in done.stderr
+
+
+def test_another_hook(cluster: DraCluster) -> None:
+    """A driver that is replaced, as by that of another image, has prepared containers call its own hook."""
+    claim = cluster.claim()
+    pod = cluster.pod(claim)
+    pod.begin()
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    before = path_of(cluster, device)
+    cluster.end_plugin()
+    cluster.settings = {"HOOK": "auto"}
+    cluster.restart_plugin()
+    wait_until(lambda: path_of(cluster, device) != before, what="another hook", not_yet=(RefusedError,))
+    process = created(pod, 7)
+    done = call_hook(cluster, device, process.pid, uid=1234)
+    assert done.returncode == 0, done.stderr
+    (lease,) = cluster.held(pod)
+    assert lease["owner"]["uid"] == 1234
+    end(process)
+
+
+def path_of(cluster: DraCluster, device: str) -> str:
+    edits = cluster.edits(device)
+    assert edits is not None
+    return str(edits["hooks"][0]["path"])

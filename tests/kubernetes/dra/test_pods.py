@@ -263,10 +263,11 @@ class TestClaimStatus:
         for release in ("1.34", "1.37"):
             kubernetes_validate.validate(cluster.api_server.objects[f"{CLAIMS}/{large.name}"], release, strict=True)
 
-    def test_without_the_right(self, make_cluster: MakeCluster) -> None:
+    @pytest.mark.parametrize("rights", [frozenset[str](), frozenset({"resourceclaims/status"})], ids=str)
+    def test_without_the_right(self, make_cluster: MakeCluster, rights: frozenset[str]) -> None:
         """Without the role, which Kubernetes before 1.36 should not give, it is tried once, and claims are prepared."""
         cluster = make_cluster(start=False)
-        cluster.api_server.writes_status = False
+        cluster.api_server.rights = rights
         cluster.start()
         cluster.prepare(cluster.claim(result("10")))
         (line,) = wait_until(lambda: cluster.log("claim_status_not_written"), what="the log to say so")

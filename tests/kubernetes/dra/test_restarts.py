@@ -9,6 +9,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from mpsd.kubernetes.service import READY
 from tests.harness import wait_until
 from tests.kubernetes.dra.cluster import CLAIMS, Claim, DraCluster, result
 from tests.kubernetes.dra.conftest import MakeCluster
@@ -351,3 +352,16 @@ class TestKubelet:
         with pytest.raises(RefusedError):
             cluster.prepare(claim)
         cluster.await_nothing()
+
+
+def test_readiness(make_cluster: MakeCluster) -> None:
+    """The file that the readiness probe looks for is there when kubelet has registered the driver, until it ends."""
+    cluster = make_cluster(start=False)
+    ready = cluster.root / "plugins" / READY
+    cluster.start_plugin()
+    cluster.await_slice()
+    assert not ready.exists()
+    cluster.register()
+    wait_until(ready.exists, what="the file")
+    assert cluster.end_plugin() == 0
+    assert not ready.exists()

@@ -8,8 +8,10 @@ import pytest
 
 from mpsd.simulator.client import program
 from tests.harness import wait_until
+from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, Container, RefusedError, StandIn
-from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.kubernetes.plugin.conftest import MakeCluster, account
+from tests.kubernetes.plugin.test_pod_events import written
 from tests.kubernetes.plugin.test_pods import await_idle
 from tests.simulated_clients import outside
 
@@ -90,9 +92,9 @@ def test_its_own_env(make_cluster: MakeCluster) -> None:
     pod.start("main")
 
 
-def test_its_own_env_without_the_hook(make_cluster: MakeCluster) -> None:
-    """Where no hook is called, the client of such a container is a violation of its lease, and not only unknown."""
-    cluster = make_cluster(control=None)
+def test_its_own_env_without_the_hook(make_cluster: MakeCluster, api_server: ApiServer) -> None:
+    """Where no hook is called, the client of such a container is a violation of its lease, which its pod shows."""
+    cluster = make_cluster(control=None, settings=account(api_server))
     cluster.create({"main": {SLICE: 50}}).start("main")
     pod = cluster.create({"main": {SLICE: 30}})
     (lease,) = [each["id"] for each in cluster.leases() if each["active_thread_percentage"] == 30]
@@ -102,6 +104,9 @@ def test_its_own_env_without_the_hook(make_cluster: MakeCluster) -> None:
     assert [(each["kind"], each["lease"]) for each in found] == [("limits", lease)]
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE='30.1', which is not within its part, 30 %" in found[0]["because"]
     assert cluster.node.get(f"/v1/leases/{lease}/verify").json["verdict"] == "violation"
+    (event,) = wait_until(lambda: written(api_server), what="the event of its pod")
+    assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "ShareViolated")
+    assert "leave CUDA_VISIBLE_DEVICES and CUDA_MPS_* out of its `env`" in event["message"]
 
 
 def test_its_own_smaller_share(make_cluster: MakeCluster) -> None:

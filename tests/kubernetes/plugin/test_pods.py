@@ -5,9 +5,12 @@ import os
 import signal
 from functools import partial
 
+import grpc
 import pytest
 
 from mpsd.core.capabilities import READER, Capability
+from mpsd.kubernetes import wire
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.simulator.client import program
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn, StandInPod
@@ -329,13 +332,17 @@ class TestThreadsAndMemory:
             cluster.create({"main": {CORE: 60, MEMORY: 8}})
         said = {each["gpu"]: each["because"] for each in cluster.log("devices_changed")}
         assert said[second].endswith("are offered of one GPU of a node, here of GPU 0")
+        late = deviceplugin.AllocateRequest()
+        late.container_requests.add(device_ids=[f"{second}::0"])
+        with pytest.raises(grpc.RpcError, match=r"GPU 1 has no new work now: .* here of GPU 0"):
+            wire.ask(cluster.root / "device-plugins/mpsd-core.sock", wire.ALLOCATE, late)
         cluster.node.request("POST", "/v1/daemons/gpu0/hold")
 
-        def offered() -> int:
-            devices = cluster.order("devices")[CORE].items()
-            return sum(is_healthy for each, is_healthy in devices if each.startswith(second))
+        def offers_all_of_it(resource: str) -> bool:
+            devices = cluster.order("devices")[resource].items()
+            return all(is_healthy for each, is_healthy in devices if each.startswith(second))
 
-        wait_until(lambda: offered() == 100, what="the other GPU to be offered")
+        wait_until(lambda: all(map(offers_all_of_it, [CORE, MEMORY])), what="the other GPU to be offered")
         cluster.create({"main": {CORE: 60, MEMORY: 8}}).start("main")
         assert sorted(each["gpus"][0] for each in cluster.leases()) == sorted([first, second])
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mpsd.kubernetes.service import READY
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
 from tests.kubernetes.plugin.conftest import MakeCluster
@@ -263,3 +264,30 @@ class TestOtherPlugins:
         wait_until(lambda: cluster.log("resource_registered"), what="its registration")
         wait_until(lambda: cluster.healthy(name) == 4, what="its devices")
         assert len(cluster.log("resource_not_registered")) == 1
+
+
+def test_readiness(make_cluster: MakeCluster) -> None:
+    """The file that the readiness probe looks for is there while kubelet has the plugin registered, and only then."""
+    cluster = make_cluster(start=False)
+    ready = cluster.root / "device-plugins" / READY
+
+    def await_file(*, is_there: bool) -> None:
+        wait_until(lambda: ready.exists() is is_there, what=f"the file to be {'there' if is_there else 'gone'}")
+
+    cluster.start_plugin()
+    wait_until(lambda: cluster.log("devices_changed"), what="the plugin to know the GPUs")
+    assert not ready.exists()
+    cluster.start_kubelet()
+    await_file(is_there=True)
+    cluster.kill("kubelet")
+    await_file(is_there=False)
+    cluster.start_kubelet()
+    await_file(is_there=True)
+    cluster.kill("plugin")
+    cluster.node.end(signal.SIGKILL)
+    cluster.start_plugin()
+    await_file(is_there=False)
+    cluster.node.start()
+    await_file(is_there=True)
+    assert cluster.end_plugin() == 0
+    assert not ready.exists()

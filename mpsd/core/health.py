@@ -248,11 +248,12 @@ class Verdict(NamedTuple):
 
 def verdict(view: GpuView, daemons: Iterable[Daemon], store: str = "") -> Verdict:
     """Judge a GPU; `store` is the reason why no lease can be stored, or empty."""
-    found = list(of_gpu(view))
-    if view.gpu is not None:
-        found += [reason for each in daemons if each.gpu == view.gpu.uuid for reason in of_daemon(each)]
+    own = [each for each in daemons if view.gpu is not None and each.gpu == view.gpu.uuid]
+    found = [*of_gpu(view), *(reason for each in own for reason in of_daemon(each))]
     refusing = [each for each in found if each.kind.limit and each.uids is None]
-    impairing = [each for each in refusing if each.kind.impairs]
+    # An mpsd that has just started has not taken up yet what may serve clients all the while.
+    starts = any(each.state in {State.DOWN, State.STARTING} for each in own)
+    impairing = [each for each in refusing if each.kind.impairs and not (starts and each.kind is Kind.DAEMON)]
     refusing += [_not_stored(store)] if store else []
     return Verdict(_gravest(refusing), _gravest(impairing))
 

@@ -72,6 +72,9 @@ def test_dynamic_resource_allocation(version: str) -> None:
     assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd.internal")} < named(everything).keys()
     driver = next(each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
     assert "--dra" in driver["args"]
+    status = "ClusterRole", "mpsd-kubernetes-claim-status"
+    folder = str(manifests.KUBERNETES / "claim-status")
+    assert rules(named(everything)[status]) == rules(named(kustomized(folder))[status])
     assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
 
 
@@ -125,7 +128,7 @@ OTHERWISE: Final = {
     "devicePlugin": {"enabled": False},
     "dra": {
         "enabled": True, "deviceClasses": False, "kubeletDirectory": "/var/lib/k0s/kubelet", "cdiDirectory": "/etc/cdi",
-        "seLinuxType": "spc_t",
+        "seLinuxType": "spc_t", "claimStatus": False, "extendedResource": "",
     },
 }  # fmt: skip
 """A non-default value for every setting of the driver."""
@@ -208,6 +211,7 @@ def test_chart_takes_the_drivers_values() -> None:
     mounts = {each["name"]: each["mountPath"] for each in driver["volumeMounts"]}
     assert (mounts["plugins-registry"], mounts["cdi"]) == ("/var/lib/k0s/kubelet/plugins_registry", "/var/run/cdi")
     assert "DeviceClass" not in {each["kind"] for each in objects}
+    assert ("ClusterRole", "mpsd-kubernetes-claim-status") not in named(objects)
     assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]} in named(objects)[
         "ClusterRole", "mpsd-kubernetes"
     ]["rules"]

@@ -21,6 +21,9 @@ VARIABLE: Final = "MPSD_CONTAINERD"
 SUITE: Final = "forky"
 """Its containerd is 2.1. The `ctr` of Debian 13 (1.7) does not read CDI devices."""
 
+STABLE: Final = "trixie"
+"""Debian 13's containerd, 1.7, reads the CDI devices that kubelet names."""
+
 _PROGRAMS: Final = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr")
 _SECONDS: Final = 60.0
 _SHARED: Final = Path("/run/containerd")
@@ -38,17 +41,36 @@ disabled_plugins = [
 address = "{home}/socket"
 """
 
+_WITH_CRI: Final = """
+version = 2
+root = "{home}/root"
+state = "{home}/state"
+temp = "{home}/temp"
+disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.internal.v1.opt"]
+[grpc]
+address = "{home}/socket"
+[plugins."io.containerd.grpc.v1.cri"]
+enable_cdi = true
+cdi_spec_dirs = ["{home}/cdi"]
+sandbox_image = "localhost/pause:latest"
+restrict_oom_score_adj = true
+disable_hugetlb_controller = true
+tolerate_missing_hugetlb_controller = true
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+"""
+
 
 class Containerd:
     """One containerd, its `ctr`, and its containers."""
 
-    def __init__(self, home: Path) -> None:
-        """Start from a directory that is made for it."""
+    def __init__(self, home: Path, *, cri: bool = False) -> None:
+        """Start from a directory that is made for it. With `cri`, it serves kubelet's interface, and is Debian 13's."""
         self.runc = needed("runc", "runc")
-        self._programs = programs(VARIABLE, "containerd", SUITE, _PROGRAMS)
+        self._programs = programs(VARIABLE, "containerd", *((STABLE, _PROGRAMS, STABLE) if cri else (SUITE, _PROGRAMS)))
         self.home = home
         home.mkdir()
-        (home / "containerd.toml").write_text(_CONFIGURATION.format(home=home))
+        (home / "containerd.toml").write_text((_WITH_CRI if cri else _CONFIGURATION).format(home=home))
         self.group = f"mpsd-tests-containerd-{os.getpid()}"
         """The control group of all its containers."""
         self.environment: Mapping[str, str] = {**os.environ, "PATH": f"{self._programs}:{os.environ['PATH']}"}
@@ -108,14 +130,14 @@ class Containerd:
         lines = (line.split() for line in self.call("task", "list").stdout.splitlines())
         return next((int(each[1]) for each in lines if each[0] == name), 0)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, namespace: str = "default") -> None:
         """Remove a container at once, with all its processes, if it exists."""
-        self.call("task", "delete", "--force", name, check=False)
-        self.call("container", "delete", name, check=False)
+        self.call(f"--namespace={namespace}", "task", "delete", "--force", name, check=False)
+        self.call(f"--namespace={namespace}", "container", "delete", name, check=False)
 
-    def remove_all(self) -> None:
-        for name in self.call("container", "list", "--quiet").stdout.split():
-            self.remove(name)
+    def remove_all(self, namespace: str = "default") -> None:
+        for name in self.call(f"--namespace={namespace}", "container", "list", "--quiet").stdout.split():
+            self.remove(name, namespace)
 
     def close(self) -> None:
         """Remove everything: containers, control groups, files."""

@@ -11,12 +11,12 @@ from tests.real.apt import FetchError, architecture, configuration, mirrors, run
 from tests.tools import lacking
 
 
-def programs(variable: str, package: str, suite: str, wanted: Collection[str]) -> Path:
+def programs(variable: str, package: str, suite: str, wanted: Collection[str], folder: str = "") -> Path:
     """Return a directory with these files of a package; if they cannot be fetched, the test skips, or fails.
 
-    They are kept in the cache that `variable` names.
+    They are kept in the cache that `variable` names, in a folder of it if it has the programs of another suite, too.
     """
-    place = real.cache(variable, package)
+    place = real.cache(variable, package) / folder
     place.mkdir(parents=True, exist_ok=True)
     names = {Path(each).name: each for each in wanted}
     with (place / "lock").open("w") as lock:

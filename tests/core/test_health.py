@@ -431,6 +431,8 @@ def test_hints_for_users(kind: Kind) -> None:
         ({"drift": (DRIFT,)}, Kind.DRIFT, None),
         ({"incomplete": "its store was damaged"}, Kind.LEASES_INCOMPLETE, None),
         ({"state": State.COOLING}, Kind.DAEMON, Kind.DAEMON),
+        ({"state": State.DOWN}, Kind.DAEMON, None),
+        ({"state": State.STARTING}, Kind.DAEMON, None),
         ({"state": State.HELD, "servers": (FAULTED,)}, Kind.HOLD, Kind.SERVER_FAULT),
         ({"unserved": "no answer"}, Kind.WEDGED, Kind.WEDGED),
         ({"stopped": (STOPPED,)}, Kind.SERVER_STOPPED, Kind.SERVER_STOPPED),

@@ -205,29 +205,26 @@ def _renewals(leases: Iterable[ShareLease], deadline: float) -> list[Renew]:
 #
 # One file for each claim, with a device for each share. kubelet requests the names of the devices once, when it
 # prepares the claim, and passes them to the container runtime at each start of a container. A lease that has ended is
-# replaced under the same name.
-
-_KIND: Final = "mpsd/share"
-
-_PREFIX: Final = "mpsd-share_"
-"""The specification's form for devices that come and go: VENDOR-CLASS_NAME."""
+# replaced under the same name. The driver's name is the vendor's, so that no driver touches the files of another.
 
 
-def device_file(claim: str) -> str:
-    return f"{_PREFIX}{claim}.json"
+def device_file(driver: str, claim: str) -> str:
+    """Return the name of a claim's file, in the specification's form for devices that come and go."""
+    return f"{driver}-share_{claim}.json"
 
 
-def claim_of_file(name: str) -> str:
+def claim_of_file(driver: str, name: str) -> str:
     """Return the claim that such a file is named after."""
-    return name.removeprefix(_PREFIX).removesuffix(".json")
+    return name.removeprefix(f"{driver}-share_").removesuffix(".json")
 
 
-def device_id(claim: str, number: int) -> str:
+def device_id(driver: str, claim: str, number: int) -> str:
     """Return the name of a share for a container runtime."""
-    return f"{_KIND}={_device_name(claim, number)}"
+    return f"{driver}/share={_device_name(claim, number)}"
 
 
 def device_document(
+    driver: str,
     claim: str,
     environments: Sequence[Mapping[str, str]],
     *,
@@ -248,7 +245,7 @@ def device_document(
         call = cdi.hook_of(cdi.Device(lease, socket), variables, hook, "--pod", str(root)) if hook else None
         found = cdi.edits({**variables, **more[number]}, hook=call, shared_memory=shared_memory[number])
         devices[_device_name(claim, number)] = found
-    return cdi.encode(cdi.of_devices(_KIND, devices))
+    return cdi.encode(cdi.of_devices(f"{driver}/share", devices))
 
 
 def has_hook(raw: bytes, program: Program | None) -> bool:

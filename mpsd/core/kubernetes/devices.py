@@ -17,6 +17,9 @@ from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings, When
 
 _ID: Final = re.compile(r"([A-Za-z0-9-]{1,80})::([0-9]{1,4})")
 
+_FILE: Final = re.compile(r"nvidia[0-9]")
+"""The beginning of a name after a GPU's device file: `nvidia0/vgpu1`."""
+
 _WHOLE: Final = 1000
 """All threads of a GPU, in tenths of a percent."""
 
@@ -381,16 +384,17 @@ def parse_registered(raw: bytes) -> dict[str, list[str]]:
 def others(registered: Mapping[str, Sequence[str]], gpus: Collection[str], settings: Settings) -> dict[str, str]:
     """Return the resources under which another plugin offers these GPUs to kubelet, each with one of its devices.
 
-    Plugins of NVIDIA, of HAMi and of gpushare have the UUID of the GPU in the name of a device. Of a resource that this
-    node is to offer, every device with another name than this program gives is another plugin's; a replica of NVIDIA's
-    plugin has the same.
+    Plugins of NVIDIA, of HAMi and of gpushare have the UUID of the GPU in the name of a device. GKE's has the name of a
+    device file instead, which may be of any GPU. Of a resource that this node is to offer, every device with another
+    name than this program gives is another plugin's; a replica of NVIDIA's plugin has the same.
     """
     own = own_resources(settings)
     found = {}
     for name, ids in registered.items():
-        foreign = [
-            each for each in ids if (not _ID.fullmatch(each) if name in own else any(gpu in each for gpu in gpus))
-        ]
+        if name in own:
+            foreign = [each for each in ids if not _ID.fullmatch(each)]
+        else:
+            foreign = [each for each in ids if _FILE.match(each) or any(gpu in each for gpu in gpus)]
         if foreign:
             found[name] = min(foreign)
     return found

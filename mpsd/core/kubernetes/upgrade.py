@@ -205,7 +205,10 @@ class Rollout(NamedTuple):
             for each in self.there(State.STARTING)
         ]
         if self.missing:
-            found.append(Awaited("a node has no pod", "", 0, False, f"daemonset/{self.owner.name}"))
+            # Another node each time, where many are replaced: the time counts from the last node that was upgraded.
+            lacks = f"{self.missing} of {self.owner.desired} nodes have no pod"
+            done = f"{len(self.there(State.UPGRADED))} are upgraded"
+            found.append(Awaited(f"{lacks}, while {done}", "", 0, False, f"daemonset/{self.owner.name}"))
         return found
 
 

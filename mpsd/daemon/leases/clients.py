@@ -205,10 +205,14 @@ class Clients:
         """
         if not lease.bearers:
             return False
-        if self._holder_watch.groups.contains(lease.id, identity.pid):
+        if self.is_in_its_group(lease, identity.pid):
             return False
         proven = {*self._watch.of(lease.id)}.difference(lease.bearers)
         return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
+
+    def is_in_its_group(self, lease: Lease, pid: int) -> bool:
+        """Tell whether a process is in a control group that holds a lease, as in a container."""
+        return self._holder_watch.groups.contains(lease.id, pid)
 
     def is_near_another(self, lease: Lease, share: Share, pid: int) -> bool:
         """Tell whether a process is also in a family or control group with another lease of its user on the GPU."""

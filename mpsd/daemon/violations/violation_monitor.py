@@ -485,8 +485,10 @@ class ViolationMonitor:
         client = self._seen.get((share.daemon, identity))
         if client is None or isinstance(client.environment, Known):
             return True
-        # One client too many may have the token of a lease that has room for it.
-        near = self._clients.lease_near(client) if identity not in lease.clients_on(share.gpu) else None
+        # One client too many may have the token of a lease that has room for it, except in the lease's own container.
+        is_counted = identity in lease.clients_on(share.gpu)
+        is_its = is_counted or self._clients.is_in_its_group(lease, identity.pid)
+        near = None if is_its else self._clients.lease_near(client)
         may_have_another = near is not None and near.owner.uid == client.uid
         return not (may_have_another or self._clients.is_near_another(lease, share, identity.pid))
 

@@ -94,7 +94,7 @@ class Driver(PodLeases):
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
         directory = settings.kubelet_dir / "plugins" / settings.domain / "claims"
-        self._devices = CdiDevices(settings.cdi_dir)
+        self._devices = CdiDevices(settings.cdi_dir, settings.domain)
         try:
             self._store = PreparedStore(directory, self._log)
         except OSError as error:
@@ -148,7 +148,7 @@ class Driver(PodLeases):
                 )
         self.woken.set()
         return [
-            Prepared(share, [prepared.device_id(uid, number), *self._gpu_device(share)])
+            Prepared(share, [prepared.device_id(self._settings.domain, uid, number), *self._gpu_device(share)])
             for number, share in enumerate(claim.shares)
         ]
 
@@ -221,6 +221,7 @@ class Driver(PodLeases):
         gpus = [self._board.gpu(each.gpu) for each in claim.shares]
         by_environment = settings.gpu_devices is GpuDevices.ENVIRONMENT
         content = prepared.device_document(
+            settings.domain,
             claim.uid,
             [each["env"] for each in leases],
             shared_memory=[devices.shares_memory(each, settings) for each in gpus],

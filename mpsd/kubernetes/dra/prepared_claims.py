@@ -112,29 +112,29 @@ def _read(path: Path) -> PreparedClaim:
 class CdiDevices:
     """The CDI devices of prepared claims, through which containers get their leases: one file for each claim."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, driver: str) -> None:
+        self._directory, self._driver = directory, driver
 
     def put(self, claim: str, content: bytes) -> None:
         """Write the devices of a claim. Raises StorageError."""
         with _storing(f"the CDI device cannot be written to {self._directory}", "see cdi_dir"):
-            cdi_directory.put(self._directory, prepared.device_file(claim), content)
+            cdi_directory.put(self._directory, prepared.device_file(self._driver, claim), content)
 
     def exist(self, claim: str) -> bool:
-        return (self._directory / prepared.device_file(claim)).exists()
+        return (self._directory / prepared.device_file(self._driver, claim)).exists()
 
     def remove(self, claim: str) -> None:
         """Remove the devices of a claim, if there are any. Raises StorageError."""
         with _storing(f"the CDI device cannot be removed from {self._directory}", "see cdi_dir"):
-            (self._directory / prepared.device_file(claim)).unlink(missing_ok=True)
+            (self._directory / prepared.device_file(self._driver, claim)).unlink(missing_ok=True)
 
     def remove_all_but(self, claims: Collection[str], program: Program | None, *, unreadable: Collection[str]) -> None:
         """Remove the devices of other claims, and those that do not call this program as their hook. Raises OSError.
 
         The record of another claim was lost, and its leases are released. What has an `unreadable` record stays.
         """
-        for path in sorted(self._directory.glob(prepared.device_file("*"))):
-            claim = prepared.claim_of_file(path.name)
+        for path in sorted(self._directory.glob(prepared.device_file(self._driver, "*"))):
+            claim = prepared.claim_of_file(self._driver, path.name)
             if claim in unreadable or (claim in claims and prepared.has_hook(path.read_bytes(), program)):
                 continue
             path.unlink(missing_ok=True)

@@ -38,8 +38,9 @@ def pod(node: str, revision: str = OLD, **more: Any) -> dict[str, Any]:
 def cluster(*pods: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Return a cluster with these pods. `broken` has the nodes where no new pod becomes ready, and how it fails."""
     return {
-        "daemonsets": [daemonset()], "revisions": [[UID, 1, OLD], [UID, 2, NEW]], "pods": list(pods),
-        "dead": [], "broken": {}, "steps": 0, **more,
+        "daemonsets": [daemonset()], "wanted": [each["node"] for each in pods if each["owner"] == UID],
+        "revisions": [[UID, 1, OLD], [UID, 2, NEW]], "pods": list(pods),
+        "dead": [], "broken": {}, **more,
     }  # fmt: skip
 
 
@@ -61,8 +62,7 @@ def _as_pod(each: dict[str, Any]) -> dict[str, Any]:
 
 def _step(found: dict[str, Any]) -> None:
     """Take one step: of each kubelet, and of the controller of DaemonSets."""
-    found["steps"] += 1
-    desired = {each["node"] for each in found["pods"] if each["owner"] == UID}
+    desired = {*found["wanted"]}
     for each in list(found["pods"]):
         if each["node"] in found["dead"]:
             continue
@@ -72,13 +72,11 @@ def _step(found: dict[str, Any]) -> None:
                 found["pods"].remove(each)
         elif each["revision"] != OLD and each["node"] not in found["broken"]:
             each["is_ready"] = True
-    for node in desired - {each["node"] for each in found["pods"] if each["owner"] == UID}:
+    for node in (
+        set() if found.get("stalled") else desired - {each["node"] for each in found["pods"] if each["owner"] == UID}
+    ):
         failure = found["broken"].get(node, {})
         found["pods"].append(pod(node, found["revisions"][-1][2], is_ready=False, container=failure))
-
-
-def _desired(found: dict[str, Any], owner: str) -> int:
-    return len({each["node"] for each in found["pods"] if each["owner"] == owner})
 
 
 def _get(found: dict[str, Any], kind: str, words: list[str]) -> list[Any]:
@@ -86,7 +84,7 @@ def _get(found: dict[str, Any], kind: str, words: list[str]) -> list[Any]:
         case "daemonsets":
             sets = found["daemonsets"]
             for each in sets:
-                each["status"]["desiredNumberScheduled"] = _desired(found, each["metadata"]["uid"])
+                each["status"]["desiredNumberScheduled"] = len(found["wanted"])
             wanted = next((word.partition("metadata.name=")[2] for word in words if "metadata.name=" in word), "")
             return [each for each in sets if not wanted or each["metadata"]["name"] == wanted]
         case "controllerrevisions":

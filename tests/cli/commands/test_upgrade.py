@@ -134,6 +134,14 @@ def test_failure(kubectl: Path, failure: dict[str, Any], option: tuple[str, ...]
     assert revisions(kubectl) == {"a": NEW, "b": NEW, "c": OLD}
 
 
+def test_no_successor(kubectl: Path) -> None:
+    """A node on which no next pod is made ends the upgrade too."""
+    status, _, error = upgraded(kubectl, cluster(pod("a"), pod("b"), stalled=True), "--timeout", "1s")
+    assert status == 75
+    assert "1 of 2 nodes have no pod, while 0 are upgraded" in error
+    assert deleted(kubectl) == [["mpsd-a-old"]]
+
+
 def test_only_its_own(kubectl: Path) -> None:
     """Pods with the same labels that are of another DaemonSet, or of none, are left alone."""
     strangers = [pod("a", owner="another", name="theirs"), pod("b", owner="", name="nobodys")]

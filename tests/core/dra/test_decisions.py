@@ -120,6 +120,7 @@ def test_devices() -> None:
     """The names of devices do not depend on leases, and the hook is present if it was requested."""
     variables = {"MPSD_LEASE": "lease-1", "MPSD_LEASE_TOKEN": "secret", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps/gpu0"}
     raw = prepared.device_document(
+        "mpsd.internal",
         UID,
         [variables],
         shared_memory=[True],
@@ -129,12 +130,12 @@ def test_devices() -> None:
         root=Path("/kubelet"),
     )
     (device,) = json.loads(raw)["devices"]
-    assert prepared.device_id(UID, 0) == f"mpsd/share={device['name']}"
+    assert prepared.device_id("mpsd.internal", UID, 0) == f"mpsd.internal/share={device['name']}"
     assert "A=b" in device["containerEdits"]["env"]
     (hook,) = device["containerEdits"]["hooks"]
     assert hook["args"][1:] == ["--socket", "/run/mpsd.sock", "container", "hook", "--pod", "/kubelet", "lease-1"]
     assert "secret" not in " ".join(hook["args"])
     plain = prepared.device_document(
-        UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook=None, root=Path("/")
+        "mpsd.internal", UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook=None, root=Path("/")
     )
     assert "hooks" not in json.loads(plain)["devices"][0]["containerEdits"]

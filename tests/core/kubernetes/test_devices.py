@@ -85,13 +85,14 @@ def test_of_one_gpu() -> None:
         ("nvidia.com/mig-1g.10gb", "MIG-GPU-1/1/0"),
         ("aliyun.com/gpu-mem", "GPU-1-_-7"),
         ("nvidia.com/gpu", "GPU-1-0"),
+        ("nvidia.com/gpu", "nvidia0/vgpu1"),
     ],
 )
 def test_another_plugin(name: str, device: str) -> None:
     """Another plugin's devices of the same GPU are noticed, under any name; not those of other GPUs, or of none."""
-    registered = {name: [device, "x"], "example.com/nic": ["nic-0"], "nvidia.com/gpu.old": [], "other": ["GPU-2"]}
-    assert devices.others(registered, ["GPU-1"], SLICES) == {name: device}
-    assert devices.others(registered, ["GPU-3"], SLICES) == {}
+    others = {"example.com/nic": ["nic-0"], "nvidia.com/gpu.old": [], "other": ["GPU-2"]}
+    assert devices.others({**others, name: [device, "x"]}, ["GPU-1"], SLICES) == {name: device}
+    assert devices.others(others, ["GPU-1"], SLICES) == {}
 
 
 def test_another_plugin_of_the_same_name() -> None:

@@ -232,6 +232,7 @@ class ApiServer:
         for device in spec.get("devices", []):
             if not (self.taints_devices or had_taints):
                 device.pop("taints", None)
+            check_device(device)
             for taint in device.get("taints", []):
                 check_taint(taint)
                 taint.setdefault("timeAdded", f"at version {self.version}")
@@ -252,6 +253,27 @@ def check_device_status(device: Mapping[str, Any]) -> None:
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", each["lastTransitionTime"])
     assert isinstance(device["data"], dict)
     assert len(json.dumps(device["data"])) <= 10 * 1024
+
+
+_DOMAIN: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_NAME: Final = re.compile(rf"((?=.{{1,63}}/){_DOMAIN}/)?[a-zA-Z_][a-zA-Z0-9_]{{0,31}}")
+"""A qualified name: a C identifier, perhaps with a domain. Source: QualifiedName, resource.k8s.io/v1."""
+
+_SEMVER: Final = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+
+
+def check_device(device: Mapping[str, Any]) -> None:
+    """Check a device like Kubernetes: its name, and the names, number, types and lengths of its attributes."""
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", device["name"])
+    assert len(device["attributes"]) + len(device["capacity"]) <= 32
+    for name in (*device["attributes"], *device["capacity"]):
+        assert _NAME.fullmatch(name), name
+    for value in device["attributes"].values():
+        ((kind, one),) = value.items()
+        types: dict[str, type] = {"int": int, "string": str, "version": str, "bool": bool}
+        assert isinstance(one, types[kind])
+        assert kind != "version" or _SEMVER.fullmatch(str(one)), one
+        assert len(str(one)) <= 64
 
 
 def check_taint(taint: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from tests.kubernetes.plugin.conftest import MakeCluster, account
 from tests.kubernetes.plugin.test_pod_events import written
 from tests.kubernetes.plugin.test_pods import GIB, TWO, await_idle
 from tests.simulated_clients import outside
+from tests.titled_client import TITLED
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -72,8 +73,9 @@ def test_declared_for_two_resources(make_cluster: MakeCluster) -> None:
 class Program:
     """A CUDA process of a container: a container that starts again while its first process runs is one with two."""
 
-    def __init__(self, pod: StandInPod, container: str = "main") -> None:
-        self.container = pod.start(container, program(), more=outside(pod.cluster.node))
+    def __init__(self, pod: StandInPod, container: str = "main", *before: str) -> None:
+        """Start it; `before` is a command that becomes it."""
+        self.container = pod.start(container, (*before, *program()), more=outside(pod.cluster.node))
         self.process = self.container.process
         self.hello = self._answer()
 
@@ -132,4 +134,22 @@ def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
         assert f"process {newest.process.pid} holds 9GiB, beside older ones, and mpsd ends it; request more" in memory
     finally:
         for each in (oldest, middle, newest, side, neighbour):
+            each.container.end()
+
+
+def test_undeclared_and_hidden(make_cluster: MakeCluster) -> None:
+    """A process that hides its environment holds no more, although another pod of its user has a place left."""
+    config = '[enforcement]\ngrace = 0.3\n[violations]\nmemory = "terminate"\n'
+    cluster = make_cluster(settings=EIGHT, control=None, config=config)
+    pod, other = (cluster.create({"main": {SLICE: 2}}) for _ in range(2))
+    other.start("main")
+    cluster.await_held(other)
+    open_one, hidden = Program(pod), Program(pod, "main", *TITLED, "first", "x" * 4096)
+    try:
+        assert open_one.do("alloc 9GiB")
+        assert hidden.do("alloc 12GiB")
+        hidden.process.wait(30)
+        assert open_one.do("sync")
+    finally:
+        for each in (open_one, hidden):
             each.container.end()

@@ -112,7 +112,8 @@ class StandInPod:
 
         `env` are the variables of the pod's own manifest, which kubelet lets win. With `may_read`, the
         program's files need not be readable for the user, at first. `is_hooked`: whether CDI devices are passed on.
-        `before` is called between kubelet and the runtime. Raises RefusedError where kubelet, a plugin or a hook refuses the container.
+        `before` is called between kubelet and the runtime. Raises RefusedError where kubelet, a plugin or a hook
+        refuses the container.
         """
         self.begin()
         created = self.cluster.order("start", pod=self.uid, container=container)

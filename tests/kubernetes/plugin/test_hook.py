@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from mpsd.simulator.client import program
+from tests.container.manifests import KUBERNETES
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, Container, RefusedError, StandIn
@@ -52,6 +53,17 @@ def test_each_container_has_its_user(make_cluster: MakeCluster, settings: Mappin
     assert owners(cluster) == dict(users.values())
     pod.delete()
     await_idle(cluster)
+
+
+def test_several_users_as_shipped(make_cluster: MakeCluster) -> None:
+    """With the manifests' own configuration, pods of several users, and several of one, share a GPU."""
+    shipped = (KUBERNETES / "base" / "mpsd.toml").read_text()
+    cluster = make_cluster(control=None, config=shipped, settings=HOOK)
+    for uid in (1001, 1001, 1002):
+        pod = cluster.create({"main": {SLICE: 25}})
+        pod.start("main", uid=uid)
+        assert [each["owner"]["uid"] for each in cluster.held(pod)] == [uid]
+    assert len(cluster.leases()) == 3
 
 
 def test_after_an_init_container(make_cluster: MakeCluster) -> None:

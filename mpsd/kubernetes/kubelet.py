@@ -106,8 +106,8 @@ class Kubelet:
 
 # -- the pods, by the kernel's facts -----------------------------------------------------------------------------------
 
-_EXECUTES: Final = 1.0
-"""Seconds within which a container's process has executed the container's program."""
+_EXECUTES: Final = 5.0
+"""Seconds within which a container's process has executed the container's program, on a busy node, too."""
 
 
 class User(NamedTuple):

@@ -301,10 +301,10 @@ class StandIn:
         assert self.plugin is not None
         self.plugin.send_signal(signal.SIGSTOP)
 
-    def end_plugin(self) -> int:
+    def end_plugin(self, number: int = signal.SIGTERM) -> int:
         """Have the plugin end, and return its exit status."""
         assert self.plugin is not None
-        self.plugin.send_signal(signal.SIGTERM)
+        self.plugin.send_signal(number)
         status = self.plugin.wait(20)
         self.plugin = None
         return status

@@ -1,4 +1,4 @@
-"""Tenants who do not trust each other, on one GPU of a real cluster, as the chart's settings serve them.
+"""Tenants who do not trust each other, on one GPU of a real cluster, as the manifests' own settings serve them.
 
 Three users, a container with four processes, one that lies in its environment, one that starts more processes than it
 declared, one that crashes in a loop, a lease of the node beside them, and a Deployment that does not fit. Meanwhile
@@ -32,15 +32,6 @@ _FEW: Final = 3 if SECONDS < 60 else 12
 SLICE: Final = "nvidia.com/gpu.mps-slice"
 OF_FOUR: Final = f"{SLICE}.processes-4"
 
-USERS: Final = """
-[daemon]
-compute_mode = "exclusive-process"
-users = "many"
-
-[violations]
-memory = "terminate"
-"""
-
 STAYS: Final = ("python3", "-c", "import time; time.sleep(600)")
 
 WHEN_OPEN: Final = """
@@ -69,7 +60,7 @@ def tenant(name: str, resource: str, number: int, uid: int, clients: int = 1, **
 @pytest.fixture
 def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
     """Offer eighths of one GPU, with events about pods."""
-    mpsd = Mpsd(cluster, "device-plugin-labels", gpus=1, mpsd=USERS, plugin="slices = 8\nprocesses = [1, 4]")
+    mpsd = Mpsd(cluster, "device-plugin-labels", gpus=1, plugin="slices = 8\nprocesses = [1, 4]")
     mpsd.install()
     cluster.wait("the slices", lambda: allocatable(cluster) == 8)
     yield mpsd

@@ -383,7 +383,8 @@ def left_behind(part: Amount, pid: int, usage: Reading[GpuUsage] | None) -> Amou
 def unleased(client: Client, usage: Reading[GpuUsage] | None, part: Amount) -> Amount:
     """Return the amount that counts for a client without a lease: the threads in its environment, and its memory.
 
-    Its environment is its own choice, and cannot give it more threads than were open to it. `usage` is the last reading of its GPU by NVML. `part` is what counts at least, because it was a client of a lease.
+    Its environment is its own choice, and cannot give it more threads than were open to it. `usage` is the last reading
+    of its GPU by NVML. `part` is what counts at least, because it was a client of a lease.
     A client counts as the least where its environment cannot be read, or names no threads that MPS accepts: it may be a
     monitoring tool.
     """

@@ -53,6 +53,6 @@ def test_amount(environment: Reading[Mapping[str, str]], part: Amount, memory: R
 def test_no_more_than_was_open(most: int, threads: int) -> None:
     """A process of a small share, one too many, cannot take a whole GPU from the scheduler by naming many threads."""
     bounds = Bounds(ReadBack(0, 0), ReadBack(most, GIB))
-    environment = Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
+    environment: Reading[Mapping[str, str]] = Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
     client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, Opened(bounds, bounds), environment, 0)
     assert room.unleased(client, None, NOTHING).threads == threads

@@ -353,7 +353,7 @@ class Allocations(PodLeases):
 
     def _hand_over(self, held: Held, container: Container, group: str, user: User) -> None:
         try:
-            self._take(held, group, user)
+            is_late = self._take(held, group, user)
         except MpsdError as error:
             self._refused[held.lease] = error
             self._tried.add(held.lease)
@@ -361,6 +361,13 @@ class Allocations(PodLeases):
             return
         self._pending = [each for each in self._pending if each.held.lease != held.lease]
         self._holds(held.lease, container, user.uid)
+        if is_late and self._hook.program is not None and self._log.is_new("hook", "not called"):
+            self._log.warning(
+                EventName.HOOK_NOT_CALLED,
+                because=f"{container} got its lease for uid {user.uid} only after its start",
+                hint="have the container runtime use CDI (containerd 1.7: enable_cdi = true) and kubelet pass its"
+                " devices on (from 1.29 on); a program that starts as root and becomes another user needs neither",
+            )
 
     def _not_held(self, held: Held, container: Container, uid: int | None, error: MpsdError) -> None:
         """Log once why a container's user has no lease; a `uid` of None is an unknown user."""

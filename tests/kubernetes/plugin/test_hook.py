@@ -142,6 +142,19 @@ def test_its_own_smaller_share(make_cluster: MakeCluster) -> None:
     assert hello(pod.start("main", program(), env=env, more=outside(cluster.node))) == (True, 20.0)
 
 
+def test_a_kubelet_that_passes_no_device_on(make_cluster: MakeCluster) -> None:
+    """If no hook is called, the lease follows the program's user, and the log says once what the node lacks."""
+    cluster = make_cluster(settings=HOOK)
+    for threads in (10, 20):
+        pod = cluster.create({"main": {SLICE: threads}})
+        pod.start("main", uid=1001, is_hooked=False)
+        wait_until(lambda: owners(cluster).get(1001) == threads, what="the lease to be the user's")  # noqa: B023
+        pod.delete()
+        await_idle(cluster)
+    (line,) = cluster.log("hook_not_called")
+    assert "enable_cdi = true" in line["hint"]
+
+
 def test_a_device_that_was_removed(make_cluster: MakeCluster) -> None:
     """If anything cleans the directory of CDI devices, the next container starts nevertheless."""
     cluster = make_cluster(settings=HOOK)

@@ -46,9 +46,10 @@ def upgrade(
 ) -> None:
     """Replace mpsd's old pods, a few nodes at a time.
 
-    Old is a pod that is not of the newest revision of its DaemonSet. A deleted pod drains its node's GPUs: it admits no client, and ends after its last one, or when its grace period is
-    over. The next nodes follow when its successor is ready. If one does not become ready, no other pod is deleted. The
-    command may be interrupted at any time, and continues when it is called again.
+    Old is a pod that is not of the newest revision of its DaemonSet. A deleted pod drains its node's GPUs: it admits no
+    client, and ends after its last one, or when its grace period is over. The next nodes follow when its successor is
+    ready. If one does not become ready, no other pod is deleted. The command may be interrupted at any time, and
+    continues when it is called again.
 
     It calls kubectl with your own kubeconfig, and needs your rights to list nodes, daemonsets, controllerrevisions and
     pods, and to delete pods.

@@ -62,6 +62,9 @@ _GONE: Final = 30.0
 _LOOK_FOR_PODS: Final = 60.0
 """Seconds between two queries to the API server about the pods of a claim that several may use."""
 
+_REPLACES: Final = 1.0
+"""Maximum seconds for the capacity of a lost lease, which is tried again: all other claims wait meanwhile."""
+
 _END_DEADLINE: Final = 25.0
 """Seconds for the clients of a lease to end; kubelet waits 45 s for an answer, and asks again."""
 
@@ -128,11 +131,11 @@ class Driver(PodLeases):
         with self._alone(uid):
             claim = self._store.get(uid)
             if claim is not None and claim.stage is Stage.OVER:
-                self._finish(claim)
+                self._finish(claim, _END_DEADLINE)
                 claim = None
             if claim is None:
                 claim = self._begin(namespace, name, uid)
-            leases = self._ensure(claim)
+            leases = self._ensure(claim, self._settings.wait)
             if claim.stage is Stage.BEGUN:
                 self._store.put(claim.at(Stage.PREPARED))
                 self._log.info(
@@ -165,7 +168,7 @@ class Driver(PodLeases):
             if claim is not None:
                 over = claim.at(Stage.OVER)
                 self._store.put(over)
-                self._finish(over)
+                self._finish(over, _END_DEADLINE)
 
     def _begin(self, namespace: str, name: str, uid: str) -> PreparedClaim:
         """Query the API server for the allocation, and store it."""
@@ -201,21 +204,24 @@ class Driver(PodLeases):
             if held and (share := prepared.share_of(each["request_id"]))
         ]
 
-    def _ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
-        """Make sure that each share of a claim has a lease, write the CDI device, and return the leases."""
+    def _ensure(self, claim: PreparedClaim, wait: float) -> list[LeaseAnswer]:
+        """Make sure that each share of a claim has a lease, write the CDI device, and return the leases.
+
+        `wait` is for capacity, in seconds.
+        """
         try:
-            leases = self._ensured(claim)
+            leases = self._ensured(claim, wait)
         except MpsdError as error:
             self.status.note(claim, error=error)
             raise
         self.status.note(claim, leases)
         return leases
 
-    def _ensured(self, claim: PreparedClaim) -> list[LeaseAnswer]:
+    def _ensured(self, claim: PreparedClaim, wait: float) -> list[LeaseAnswer]:
         settings = self._settings
         living = {each.number: each.held.lease for each in self._share_leases() if each.claim == claim.uid}
         leases = [
-            self._mpsd.lease(living[number]) if number in living else self._claim_share(claim, number, share)
+            self._mpsd.lease(living[number]) if number in living else self._claim_share(claim, number, share, wait)
             for number, share in enumerate(claim.shares)
         ]
         gpus = [self._board.gpu(each.gpu) for each in claim.shares]
@@ -234,7 +240,7 @@ class Driver(PodLeases):
         self._take_known(claim, leases)
         return leases
 
-    def _claim_share(self, claim: PreparedClaim, number: int, share: PreparedShare) -> LeaseAnswer:
+    def _claim_share(self, claim: PreparedClaim, number: int, share: PreparedShare, wait: float) -> LeaseAnswer:
         """Claim a lease for a share; a repeated call returns the same lease."""
         optional = {"client_priority": share.client_priority, "stop": share.stop, "connections": share.connections}
         return self._claim(
@@ -242,7 +248,7 @@ class Driver(PodLeases):
             Part(share.tenths, share.mebibytes),
             self._user_of(share),
             self._settings.processes[0] if share.processes is None else share.processes,
-            wait=self._settings.wait,
+            wait=wait,
             name=f"{claim.namespace}/{claim.name}"[:128],
             labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
             request_id=prepared.request_id(claim.uid, number),
@@ -274,10 +280,10 @@ class Driver(PodLeases):
         paths = (kubelet.group_path(each.uid, self._settings) for each in claim.pods)
         return next((each for each in paths if each is not None), None)
 
-    def _finish(self, claim: PreparedClaim) -> None:
-        """End the leases of a claim that is over, and forget it."""
+    def _finish(self, claim: PreparedClaim, seconds: float) -> None:
+        """End the leases of a claim that is over, and forget it. Raises DaemonNotReadyError where that takes longer."""
         ended = set[str]()
-        deadline = clock.monotonic() + _END_DEADLINE
+        deadline = clock.monotonic() + seconds
         while left := [each.held for each in self._share_leases() if each.claim == claim.uid]:
             for each in left:
                 if each.pod is not None and each.lease not in ended:
@@ -349,7 +355,10 @@ class Driver(PodLeases):
             case Replace(claim) if self._is_still(claim):
                 self._replace(claim)
             case Finish(claim) if self._is_still(claim):
-                self._finish(claim)
+                with contextlib.suppress(
+                    DaemonNotReadyError
+                ):  # it is tried again: no other claim waits for its clients
+                    self._finish(claim, _PAUSE)
             case Forget(claim) if self._is_still(claim):
                 self._store.remove(claim.uid)
 
@@ -407,7 +416,7 @@ class Driver(PodLeases):
                 return
             claim = claim.of_pods(allocation.pods(found))
             self._store.put(claim)
-        leases = self._ensure(claim)
+        leases = self._ensure(claim, min(self._settings.wait, _REPLACES))
         self._log.warning(
             EventName.CLAIM_REPLACED,
             claim=f"{claim.namespace}/{claim.name}",

@@ -5,15 +5,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 import pytest
 
 from mpsd.kubernetes.service import READY
+from mpsd.simulator.client import program
 from tests.harness import wait_until
-from tests.kubernetes.dra.cluster import CLAIMS, Claim, DraCluster, result
+from tests.kubernetes.dra.cluster import CLAIMS, Claim, DraCluster, opaque, result
 from tests.kubernetes.dra.conftest import MakeCluster
-from tests.kubernetes.plugin.cluster import RefusedError
+from tests.kubernetes.plugin.cluster import RefusedError, StandInPod
+from tests.kubernetes.plugin.test_hook import MANY
+from tests.simulated_clients import outside
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -365,3 +369,48 @@ def test_readiness(make_cluster: MakeCluster) -> None:
     wait_until(ready.exists, what="the file")
     assert cluster.end_plugin() == 0
     assert not ready.exists()
+
+
+class TestOtherClaims:
+    """A claim that cannot go on delays no other one: the container's user of that has its lease."""
+
+    def check(self, cluster: DraCluster, pod: StandInPod) -> None:
+        pod.start("main", uid=1234)
+        wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="its user to have it")
+
+    def test_one_without_capacity(self, make_cluster: MakeCluster) -> None:
+        """It has lost its lease, and others have what is left."""
+        cluster = make_cluster(control=None, config=MANY, settings={"WAIT": "600"})
+        lost, other = cluster.claim(result("25", "8Gi")), cluster.pod(cluster.claim(result("25", "8Gi")))
+        cluster.prepare(lost)
+        (lease,) = cluster.leases()
+        other.begin()
+        cluster.prepare(cluster.of_pod[other.uid][0])
+        post = partial(cluster.node.request, "POST", "/v1/leases")
+        assert post({"threads": 50, "memory": "1GiB"}).status == 201
+        waiting = threading.Thread(target=post, args=[{"threads": 25, "memory": "1GiB", "wait": 60}])
+        waiting.start()
+        states = lambda: [each["state"] for each in cluster.node.get("/v1/leases").json["leases"]]  # noqa: E731
+        wait_until(lambda: "waiting" in states(), what="a request that is first in the queue")
+        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
+        waiting.join()
+        wait_until(lambda: "waiting" in states(), what="the driver to claim it again")
+        self.check(cluster, other)
+
+    def test_one_with_clients_that_stay(self, make_cluster: MakeCluster) -> None:
+        """It is over, its program does not end by SIGTERM, and kubelet asks no more."""
+        durations = {"mpsd.kubernetes.dra.driver._END_DEADLINE": 600.0}
+        cluster = make_cluster(control=None, config=f"{MANY}[enforcement]\ngrace = 600\n", durations=durations)
+        claim, other = cluster.claim(config=[opaque(stop="sigterm")]), cluster.pod(cluster.claim())
+        pod = cluster.pod(claim)
+        stays = ("sh", "-c", 'trap "" TERM && exec "$@"', "sh", *program())
+        container = pod.start("main", stays, more=outside(cluster.node))
+        assert container.process.stdout is not None
+        assert json.loads(container.process.stdout.readline())["mps"]
+        call = calling(cluster.unprepare, claim)
+        await_stored(cluster, claim, "over")
+        cluster.kill("plugin")
+        call.join()
+        cluster.restart_plugin()
+        self.check(cluster, other)
+        container.end()

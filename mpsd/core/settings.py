@@ -48,6 +48,8 @@ class Users(StrEnum):
 
     ONE = "one"
     MANY = "many"
+    AUTO = "auto"
+    """Several where the control program can, and otherwise one: the running mpsd has one of the two above."""
 
 
 class Attach(StrEnum):
@@ -198,8 +200,9 @@ class ControlDaemon:
     users: Users = choice_row(
         Users.ONE,
         "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server, which the"
-        " control programs of drivers 555 and 580 know; mpsd refuses `many` where it does not). Takes effect when the"
-        " control daemon next starts, after its leases and clients have ended.",
+        " control programs of drivers 555 and 580 know; mpsd refuses `many` where it does not), or several where the"
+        " control program knows that (`auto`). Takes effect when the control daemon next starts, after its leases and"
+        " clients have ended.",
     )
     capabilities: tuple[str, ...] = row(
         (),

@@ -123,7 +123,8 @@ async def serve(plan: Plan) -> None:
         inventory = await source.inventory()
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
         rundir.check(settings, names, private=plan.private)
-        await control_flags.check(plan.program, settings)
+        settings = await control_flags.check(plan.program, settings)
+        plan = replace(plan, settings=settings)
         run_dir = RunDir.claim(settings)
         with contextlib.ExitStack() as stack:
             stack.callback(run_dir.close)
@@ -345,7 +346,7 @@ async def _reload(
         try:
             wanted = await look_up_names(plan.reread(), node.settings.current.names, plan.reader)
             rundir.check_acl_support(wanted)
-            await control_flags.check(plan.program, wanted)
+            wanted = await control_flags.check(plan.program, wanted)
         except ConfigurationError as error:
             log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
             notifier.reloaded(refused=error.detail)

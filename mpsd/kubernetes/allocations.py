@@ -9,7 +9,6 @@ program.
 import base64
 import binascii
 import contextlib
-import hashlib
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
@@ -82,6 +81,8 @@ class Allocations(PodLeases):
         """Leases that mpsd refused to hand over since the last reconciliation."""
         self._waits_until: dict[str, float] = {}
         """By lease of a pod that was ending, the end of the wait for it (monotonic clock)."""
+        self._given: dict[tuple[str, Numbers], str] = {}
+        """The allocations that no program has seen yet, by GPU and devices."""
 
     def begin(self) -> None:
         super().begin()
@@ -99,7 +100,7 @@ class Allocations(PodLeases):
                 raise DaemonNotReadyError(f"GPU {gpu.position} has no new work now: {gpu.because}", hint=hint)
             return self._answer(self._half(kind, gpu, numbers), gpu)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
-        allocation = _allocation(uuid, numbers)
+        allocation = self._allocation(uuid, numbers)
         try:
             self._free(uuid, {kind: numbers})
             with self._mpsd.hurried(MOMENT):
@@ -117,6 +118,7 @@ class Allocations(PodLeases):
         gpu = self._gpu(uuid)
         self._hook.keep_device()
         container = devices.with_devices(self._containers(), kind, uuid, numbers, settings)
+        self._given.pop((uuid, container.numbers.get(KINDS[settings.resources][-1], frozenset())), None)
         counts = {each: len(container.numbers[each]) for each in container.numbers}
         part = devices.part_of(counts, gpu, settings, devices.variant_of(container.numbers.values(), settings))
         group = group_path(container.pod, settings)
@@ -172,7 +174,7 @@ class Allocations(PodLeases):
         return {
             PIPE_DIRECTORY: gpu.pipe_directory,
             _DEVICES: gpu.uuid if self._settings.visible is Visible.UUID else str(limits.DEVICE),
-            ALLOCATION: _allocation(gpu.uuid, numbers),
+            ALLOCATION: self._allocation(gpu.uuid, numbers),
         }
 
     def _containers(self) -> list[Container]:
@@ -230,6 +232,13 @@ class Allocations(PodLeases):
         if PIPE_DIRECTORY in variables and self._hook.program is not None:
             answer.cdi_devices.add(name=hook.DEVICE)
         return answer
+
+    def _allocation(self, gpu: str, numbers: Numbers) -> str:
+        """Return what distinguishes a container from others of its pod, except those before it with the same devices.
+
+        The hook takes it as proof that a claim is for this container, so no other pod may know or guess it.
+        """
+        return self._given.setdefault((gpu, numbers), secrets.token_hex(16))
 
     def _allocation_of(self, container: Container) -> str | None:
         primary = KINDS[self._settings.resources][-1]
@@ -344,7 +353,7 @@ class Allocations(PodLeases):
 
     def _hand_over(self, held: Held, container: Container, group: str, user: User) -> None:
         try:
-            self._take(held, group, user)
+            is_late = self._take(held, group, user)
         except MpsdError as error:
             self._refused[held.lease] = error
             self._tried.add(held.lease)
@@ -352,6 +361,13 @@ class Allocations(PodLeases):
             return
         self._pending = [each for each in self._pending if each.held.lease != held.lease]
         self._holds(held.lease, container, user.uid)
+        if is_late and self._hook.program is not None and self._log.is_new("hook", "not called"):
+            self._log.warning(
+                EventName.HOOK_NOT_CALLED,
+                because=f"{container} got its lease for uid {user.uid} only after its start",
+                hint="have the container runtime use CDI (containerd 1.7: enable_cdi = true) and kubelet pass its"
+                " devices on (from 1.29 on); a program that starts as root and becomes another user needs neither",
+            )
 
     def _not_held(self, held: Held, container: Container, uid: int | None, error: MpsdError) -> None:
         """Log once why a container's user has no lease; a `uid` of None is an unknown user."""
@@ -442,11 +458,6 @@ def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> devic
             case GpuDevices.NONE:
                 pass
     return response
-
-
-def _allocation(gpu: str, numbers: Numbers) -> str:
-    """Return what distinguishes a container from others of its pod, except those before it with the same devices."""
-    return hashlib.sha256(f"{gpu} {devices.encode(numbers)}".encode()).hexdigest()[:16]
 
 
 def _variables_of(encoded: str) -> dict[str, str]:

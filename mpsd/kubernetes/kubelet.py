@@ -14,7 +14,7 @@ from mpsd.core.kubernetes import devices, pods
 from mpsd.core.kubernetes.claims import user_of
 from mpsd.core.kubernetes.devices import Container
 from mpsd.core.kubernetes.settings import Settings
-from mpsd.core.model import Known, ProcessIdentity, Unknown
+from mpsd.core.model import Known, Unknown
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.pod_reader import PodReader
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
@@ -106,8 +106,8 @@ class Kubelet:
 
 # -- the pods, by the kernel's facts -----------------------------------------------------------------------------------
 
-_EXECUTES: Final = 1.0
-"""Seconds within which a container's process has executed the container's program."""
+_EXECUTES: Final = 5.0
+"""Seconds within which a container's process has executed the container's program, on a busy node, too."""
 
 
 class User(NamedTuple):
@@ -164,17 +164,19 @@ def user_of_program(
     """
     users: list[User] = []
     because = ""
-    with group_of(pod, settings) as found:
-        pids = [] if found is None else [*found.processes()]
+    pids = _processes(pod, settings)
     if 0 in pids:
         because = "a process of the pod is not in the pid namespace of mpsd-kubernetes"
     answer = reader.ask(pod, foreign_files.started_with, [pid for pid in pids if pid], variable, value)
     if isinstance(answer, Unknown):
         because = answer.reason
-    for process, reason in answer.value if isinstance(answer, Known) else ():
-        user = proc.effective_user(process.pid)
-        # Last, so that all of the above is about this process of the pod, and not about a stranger with its pid.
-        if user is None or not _is_in(pod, process, settings):
+    read = answer.value if isinstance(answer, Known) else []
+    found = [(process, reason, proc.effective_user(process.pid)) for process, reason in read]
+    # Last, so that all of the above is about processes of the pod, and not about strangers with their pids; once for
+    # all of them, since a pod may have thousands.
+    listed = {*_processes(pod, settings)} if found else set()
+    for process, reason, user in found:
+        if user is None or process.pid not in listed or proc.start_ticks(process.pid) != process.start_ticks:
             continue
         if not reason:
             users.append(User(*user))
@@ -193,11 +195,10 @@ def user_of_program(
     return None
 
 
-def _is_in(pod: str, process: ProcessIdentity, settings: Settings) -> bool:
-    """Tell whether a process is in the control group of a pod, and has its pid still."""
+def _processes(pod: str, settings: Settings) -> list[int]:
+    """Return pids of a pod; none where it has no control group."""
     with group_of(pod, settings) as found:
-        is_listed = found is not None and process.pid in found.processes()
-    return is_listed and proc.start_ticks(process.pid) == process.start_ticks
+        return [] if found is None else [*found.processes()]
 
 
 def _may_execute(pid: int) -> bool:

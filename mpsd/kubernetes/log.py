@@ -28,6 +28,7 @@ class EventName(StrEnum):
     DEVICES_CHANGED = "devices_changed"
     NODE_NOT_OFFERED = "node_not_offered"
     HOOK_INSTALLED = "hook_installed"
+    HOOK_NOT_CALLED = "hook_not_called"
     HOOK_NOT_INSTALLED = "hook_not_installed"
     MPSD_UNREACHABLE = "mpsd_unreachable"
     MPSD_ANSWERS = "mpsd_answers"

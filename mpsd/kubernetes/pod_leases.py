@@ -156,17 +156,19 @@ class PodLeases(Part, ABC):
             raise unknown
         return None
 
-    def _take(self, held: Held, group: str, user: User) -> None:
+    def _take(self, held: Held, group: str, user: User) -> bool:
         """Let a pod take a lease for the user of its program, from another user where the pod has it already.
 
-        The hook may have done so since the lease was read: to hand it over again would close it for a moment.
+        The hook may have done so since the lease was read: to hand it over again would close it for a moment. Return
+        whether it had not.
         """
         now = claims.held(self._mpsd.lease(held.lease), clock.now(), self._settings)
         if now is not None and now.pod is not None and now.uid == user.uid:
-            return
+            return False
         if held.pod is not None:
             self._mpsd.renew(held.lease, self._settings.claim_deadline, user.uid)
         self._mpsd.take(held.lease, group, user)
+        return True
 
     def _end_or_renew(self, action: Release | Renew) -> None:
         held = action.held

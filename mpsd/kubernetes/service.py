@@ -24,7 +24,8 @@ from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.kubernetes.violation_report import ViolationReport
 from mpsd.system import clock
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3)
+"""The signals that end it; the last one is the stop signal of mpsd's image."""
 
 _LOOK: Final = 0.25
 """Seconds between two checks of the sockets."""
@@ -89,7 +90,7 @@ class Service(Part):
         """For the readiness probe. A kubelet that starts empties the directory of device plugins."""
 
     def run(self, **facts: object) -> None:
-        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured.
+        """Run until a signal ends it. Raises ConfigurationError for a node that cannot be offered as configured.
 
         `facts` are those of the first line of the log.
         """

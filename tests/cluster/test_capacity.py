@@ -29,7 +29,7 @@ def test_a_lease_outside(cluster: Cluster, install: Install) -> None:
     (waiting,) = cluster.wait("the deployment's pod", pods)
     name = waiting["metadata"]["name"]
     cluster.wait("the scheduler's word", lambda: f"Insufficient {SLICE}" in events(cluster, name))
-    cluster.apply(pod("plain", {}, "sleep", "600"))
+    cluster.apply(pod("plain", {}, "python3", "-c", "import time; time.sleep(600)"))
     cluster.wait("a pod without a GPU to run", lambda: cluster.phase("plain") == "Running")
     assert [(each["metadata"]["name"], each["status"]["phase"]) for each in pods()] == [(name, "Pending")]
     mpsd.mpsctl("release", lease)

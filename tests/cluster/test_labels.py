@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.mpsd_pods import NAMESPACE, Mpsd
 from tests.cluster.node import NODE, PROGRAMS, STATE
-from tests.cluster.test_pods import USER, client, idle
+from tests.cluster.test_pods import USER, client, events, idle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -35,6 +35,12 @@ def metadata(cluster: Cluster, what: str) -> dict[str, str]:
     return {
         name.removeprefix("mpsd.internal/"): value for name, value in found.items() if name.startswith("mpsd.internal/")
     }
+
+
+def written_at(cluster: Cluster) -> str:
+    """Return when the annotation was written; empty where there is none."""
+    state = metadata(cluster, "annotations").get("state")
+    return "" if state is None else str(json.loads(state)["at"])
 
 
 def shown(cluster: Cluster, *arguments: str) -> str:
@@ -91,3 +97,28 @@ def test_labels_and_table(cluster: Cluster, mpsd: Mpsd) -> None:
     cluster.wait("nothing of the pod", lambda: uid not in metadata(cluster, "annotations")["state"])
     logs = cluster.kubectl("logs", mpsd.name, f"--namespace={NAMESPACE}", "--container=mpsd-kubernetes")
     assert "node_not_reported" not in logs
+
+
+def test_killed_by_force(cluster: Cluster, mpsd: Mpsd) -> None:
+    """After the daemon's pod was deleted by force, a client's pod has an event, and its lease is not called well."""
+    cluster.apply(client("left", 20))
+    cluster.said("left")
+    before = written_at(cluster)
+    cluster.kubectl("delete", "pod", f"--namespace={NAMESPACE}", "--force", "--grace-period=0", mpsd.name)
+    cluster.wait("an event", lambda: "ServerLost: the MPS server of a process" in events(cluster, "left"))
+    mpsd.ready()
+    (lease,) = mpsd.ask("leases")
+    assert "has lost its server" in mpsd.mpsctl("verify", lease["id"], check=False)
+    cluster.wait("the annotation of the next pod", lambda: written_at(cluster) > before)
+    cluster.delete("left")
+    idle(mpsd)
+
+
+def test_leaves_nothing(cluster: Cluster, mpsd: Mpsd) -> None:
+    """A node that mpsd has left keeps neither labels nor annotation, and `mpsctl cluster` shows none."""
+    mpsd.ready()
+    cluster.wait("labels", lambda: metadata(cluster, "labels").get("gpus") == "2")
+    cluster.kubectl("label", "node", NODE, "mpsd.internal/sharing-")
+    cluster.wait("the pod to end", lambda: not mpsd.pods())
+    assert (metadata(cluster, "labels"), metadata(cluster, "annotations")) == ({}, {})
+    assert "no nodes with mpsd" in shown(cluster)

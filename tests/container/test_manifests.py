@@ -82,19 +82,20 @@ def test_what_mpsd_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["daemonset", "device-plugin", "dra", "sidecar"])
 def test_programs_are_in_the_image(name: str) -> None:
-    """Probes call programs of the image, in which little but mpsd is: a probe without its program never succeeds."""
+    """Probes call programs of the image, in which little but mpsd is: a probe without its program never succeeds.
+
+    The end of a container with a probe has its last words as its message.
+    """
     spec = next(
         each["spec"]["template"]["spec"]
         for path in sorted((KUBERNETES / "overlays" / name).glob("d*.yaml"))
         for each in documents(path)
     )
-    probes = [
-        probe["exec"]["command"][0]
-        for each in (*spec["containers"], *spec.get("initContainers", ()))
-        for kind in ("readinessProbe", "startupProbe", "livenessProbe")
-        if (probe := each.get(kind))
-    ]
+    probed = [each for each in (*spec["containers"], *spec.get("initContainers", ())) if "readinessProbe" in each]
+    kinds = ("readinessProbe", "startupProbe", "livenessProbe")
+    probes = [each[kind]["exec"]["command"][0] for each in probed for kind in kinds if kind in each]
     assert probes
+    assert {each["terminationMessagePolicy"] for each in probed} == {"FallbackToLogsOnError"}
     assert {*probes} <= {"mpsctl", "sh"}
 
 

@@ -44,11 +44,12 @@ _LONGEST_PAUSE: Final = 10.0
 def upgrade(
     command: click.Context, context: str | None, daemonset: str | None, most: str, timeout: float, *, dry: bool
 ) -> None:
-    """Replace mpsd's pods that are not of the newest revision of their DaemonSet, a few nodes at a time.
+    """Replace mpsd's old pods, a few nodes at a time.
 
-    A deleted pod drains its node's GPUs: it admits no client, and ends after its last one, or when its grace period is
-    over. The next nodes follow when its successor is ready. If one does not become ready, no other pod is deleted. The
-    command may be interrupted at any time, and continues when it is called again.
+    Old is a pod that is not of the newest revision of its DaemonSet. A deleted pod drains its node's GPUs: it admits no
+    client, and ends after its last one, or when its grace period is over. The next nodes follow when its successor is
+    ready. If one does not become ready, no other pod is deleted. The command may be interrupted at any time, and
+    continues when it is called again.
 
     It calls kubectl with your own kubeconfig, and needs your rights to list nodes, daemonsets, controllerrevisions and
     pods, and to delete pods.

@@ -383,12 +383,15 @@ def left_behind(part: Amount, pid: int, usage: Reading[GpuUsage] | None) -> Amou
 def unleased(client: Client, usage: Reading[GpuUsage] | None, part: Amount) -> Amount:
     """Return the amount that counts for a client without a lease: the threads in its environment, and its memory.
 
-    `usage` is the last reading of its GPU by NVML. `part` is what counts at least, because it was a client of a lease.
+    Its environment is its own choice, and cannot give it more threads than were open to it. `usage` is the last reading
+    of its GPU by NVML. `part` is what counts at least, because it was a client of a lease.
     A client counts as the least where its environment cannot be read, or names no threads that MPS accepts: it may be a
     monitoring tool.
     """
     text = client.variable(ACTIVE_THREAD_PERCENTAGE.variable)
     threads = ACTIVE_THREAD_PERCENTAGE.parse_foreign(text) or LEAST_USE.threads
+    if client.opened is not None:
+        threads = max(min(threads, client.opened.since.most.active_thread_percentage_tenths), LEAST_USE.threads)
     on = usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
     held = on.memory.value if on is not None and isinstance(on.memory, Known) else LEAST_USE.memory
     extra = max(client.places - 1, part.extra)

@@ -22,6 +22,7 @@ _LARGEST: Final = 3
 _OPERATOR: Final = "ask an operator of the cluster: the log of mpsd-kubernetes on this node says more"
 _LATER: Final = f"it is tried again; if that does not help, {_OPERATOR}"
 _LESS: Final = "request less, or another node; what others have is free again when they have ended"
+_USER: Final = "request another node, or wait until the pods of the other user have ended"
 _CLOSED: Final = "request another node: only an operator can change it"
 
 
@@ -48,7 +49,7 @@ def _hint(error: MpsdError) -> str:
     if not error.is_answer and not isinstance(error, UnreachableError):
         return error.hint
     if isinstance(error, DoesNotFitError | QuotaError):
-        return _LESS
+        return _USER if error.limit == "user" else _LESS
     return _LATER if isinstance(error, CapacityError | UnreachableError) else _OPERATOR
 
 

@@ -147,8 +147,8 @@ class Settings:
     uid: int | None = row(
         None,
         parse_uid,
-        "Uid of all containers with a GPU, which gets access to their leases before they start. Absent: root, and the"
-        " uid of each container's program once it runs.",
+        "Uid of all containers with a GPU, which gets access to their leases before they start. Absent: the user of"
+        " each container, as the hook finds it, or without the hook the running program; until then, root.",
     )
     processes: tuple[int | str, ...] = row(
         _ONE_PROCESS,

@@ -4,6 +4,7 @@ No question starts a control daemon, and each names a pipe directory that cannot
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -39,8 +40,14 @@ async def knows_many_users(program: ControlProgram) -> Reading[bool]:
         return Unknown(f"{program.argv[0]} cannot be asked which flags it knows: {error}")
 
 
-async def check(program: ControlProgram, settings: Settings) -> None:
-    """Refuse `daemon.users` = `many` where the control program does not know it. Raises ConfigurationError."""
+async def check(program: ControlProgram, settings: Settings) -> Settings:
+    """Return the settings with what `auto` means for this control program as `daemon.users`.
+
+    Raises ConfigurationError for `many` where the program does not know it.
+    """
+    if settings.daemon.users is Users.AUTO:
+        users = Users.MANY if await knows_many_users(program) == Known(value=True) else Users.ONE
+        return replace(settings, daemon=replace(settings.daemon, users=users))
     if settings.daemon.users is Users.MANY and await knows_many_users(program) == Known(value=False):
         raise ConfigurationError(
             f'daemon.users = "many" needs {MANY_USERS}, which {program.argv[0]} does not know: with it, no control'
@@ -48,6 +55,7 @@ async def check(program: ControlProgram, settings: Settings) -> None:
             hint='set daemon.users = "one", or install driver 555 or newer',
             limit="daemon.users",
         )
+    return settings
 
 
 async def _answer(program: ControlProgram, flag: str) -> str:

@@ -7,7 +7,8 @@ import pytest
 
 from mpsd.core.admission import room
 from mpsd.core.admission.admission import NOTHING, Amount
-from mpsd.core.model import Client, GpuProcess, GpuUsage, Known, ProcessIdentity, Reading, Unknown
+from mpsd.core.model import Client, GpuProcess, GpuUsage, Known, ProcessIdentity, ReadBack, Reading, Unknown
+from mpsd.core.quantities import Bounds, Opened
 from mpsd.core.units import GIB
 
 PART: Final = Amount(600, 60 * GIB, 1)
@@ -46,3 +47,12 @@ def test_amount(environment: Reading[Mapping[str, str]], part: Amount, memory: R
     """A client counts with the most of its environment, what it holds, and the part that it had in a lease."""
     client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, None, environment, 0)
     assert room.unleased(client, read(memory), part) == expected
+
+
+@pytest.mark.parametrize(("most", "threads"), [(60, 60), (1000, 700), (0, 1)])
+def test_no_more_than_was_open(most: int, threads: int) -> None:
+    """A process of a small share, one too many, cannot take a whole GPU from the scheduler by naming many threads."""
+    bounds = Bounds(ReadBack(0, 0), ReadBack(most, GIB))
+    environment: Reading[Mapping[str, str]] = Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
+    client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, Opened(bounds, bounds), environment, 0)
+    assert room.unleased(client, None, NOTHING).threads == threads

@@ -53,6 +53,8 @@ def test_several_holders() -> None:
     [
         (answered(DaemonNotReadyError, "gpu0 is held", "hold"), "only an operator can change it"),
         (answered(DaemonNotReadyError, "gpu0 is busy"), "it is tried again"),
+        (answered(DoesNotFitError, "too much", "threads"), "request less"),
+        (answered(DoesNotFitError, "uid 1001 has 10 %", "user"), "request another node"),
         (answered(NotPermittedError, "no"), "ask an operator of the cluster"),
         (UnreachableError("mpsd is away", hint="mpsctl status"), "it is tried again"),
         (ConfigurationError("no record", hint="see kubelet_dir"), "see kubelet_dir"),

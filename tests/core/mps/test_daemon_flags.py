@@ -9,7 +9,7 @@ PROGRAMS = (("/usr/bin/nvidia-cuda-mps-control",), ("/usr/bin/python3", "-I", "-
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("users", Users)
+@pytest.mark.parametrize("users", BY_USERS)
 def test_what_mpsd_starts(program: tuple[str, ...], users: Users) -> None:
     """A control daemon of mpsd's is recognised by its flags, which also say whether it serves one user or many."""
     arguments = (*program, *BY_USERS[users])

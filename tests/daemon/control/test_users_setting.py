@@ -94,3 +94,18 @@ def test_proposed(make_node: Start, real: RealDaemon) -> None:
             wait_until(lambda: "daemon.users" in hint(), what="the program to be asked")
         else:
             assert "daemon.users" not in hint()
+
+
+@needs_root
+@pytest.mark.parametrize("real", branches(535, 555))
+def test_where_it_can(make_node: Start, real: RealDaemon) -> None:
+    """`auto` serves several users where the control program can, at a start and in a reload, and one user elsewhere."""
+    auto = f'{limits_for(real)}\n[daemon]\nusers = "auto"\n'
+    node = make_node(simulate=1, control=real.control, config=auto).start()
+    can = real.branch >= 555
+    assert node.get("/v1/config").json["config"]["daemon"]["users"] == ("many" if can else "one")
+    with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+        assert ann.admit(threads=25, memory=GIB).status == 201
+        assert bob.admit(threads=25, memory=GIB).status == (201 if can else 409)
+    node.reload(auto)
+    assert node.daemons()["gpu0"]["restart_for"] == []

@@ -105,13 +105,15 @@ class StandInPod:
         more: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         may_read: bool = False,
+        is_hooked: bool = True,
         before: Callable[[], None] = lambda: None,
     ) -> Container:
         """Start a container: first kubelet, which makes the pod's group and sandbox, then the runtime.
 
         `env` are the variables of the pod's own manifest, which kubelet lets win. With `may_read`, the
-        program's files need not be readable for the user, at first. `before` is called between kubelet
-        and the runtime. Raises RefusedError where kubelet, a plugin or a hook refuses the container.
+        program's files need not be readable for the user, at first. `is_hooked`: whether CDI devices are passed on.
+        `before` is called between kubelet and the runtime. Raises RefusedError where kubelet, a plugin or a hook
+        refuses the container.
         """
         self.begin()
         created = self.cluster.order("start", pod=self.uid, container=container)
@@ -137,7 +139,9 @@ class StandInPod:
             what=f"{process.pid} to be in its control group",
         )
         mounts = {inside: outside for inside, (outside, _) in created["mounts"].items()}
-        for device in [each for each in created["cdi_devices"] if (self.cluster.edits(each) or {}).get("hooks")]:
+        for device in [
+            each for each in created["cdi_devices"] if is_hooked and (self.cluster.edits(each) or {}).get("hooks")
+        ]:
             done = call_hook(self.cluster, device, process.pid, uid=uid or 0, variables=variables, mounts=mounts)
             if done.returncode:
                 end(process)
@@ -301,10 +305,10 @@ class StandIn:
         assert self.plugin is not None
         self.plugin.send_signal(signal.SIGSTOP)
 
-    def end_plugin(self) -> int:
+    def end_plugin(self, number: int = signal.SIGTERM) -> int:
         """Have the plugin end, and return its exit status."""
         assert self.plugin is not None
-        self.plugin.send_signal(signal.SIGTERM)
+        self.plugin.send_signal(number)
         status = self.plugin.wait(20)
         self.plugin = None
         return status

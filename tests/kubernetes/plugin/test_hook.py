@@ -1,12 +1,16 @@
 """The hook of a pod's containers: each container's user has its lease before the program starts, and no larger one."""
 
+import contextlib
+import hashlib
 import json
 import signal
 from collections.abc import Mapping
 
 import pytest
 
+from mpsd.core.kubernetes.devices import encode
 from mpsd.simulator.client import program
+from tests.container.manifests import KUBERNETES
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, Container, RefusedError, StandIn
@@ -54,6 +58,17 @@ def test_each_container_has_its_user(make_cluster: MakeCluster, settings: Mappin
     await_idle(cluster)
 
 
+def test_several_users_as_shipped(make_cluster: MakeCluster) -> None:
+    """With the manifests' own configuration, pods of several users, and several of one, share a GPU."""
+    shipped = (KUBERNETES / "base" / "mpsd.toml").read_text()
+    cluster = make_cluster(control=None, config=shipped, settings=HOOK)
+    for uid in (1001, 1001, 1002):
+        pod = cluster.create({"main": {SLICE: 25}})
+        pod.start("main", uid=uid)
+        assert [each["owner"]["uid"] for each in cluster.held(pod)] == [uid]
+    assert len(cluster.leases()) == 3
+
+
 def test_after_an_init_container(make_cluster: MakeCluster) -> None:
     """An init container with the same devices has its own lease, for its own user."""
     cluster = make_cluster(settings=HOOK)
@@ -92,6 +107,24 @@ def test_its_own_env(make_cluster: MakeCluster) -> None:
     pod.start("main")
 
 
+def test_the_claim_of_another_pod(make_cluster: MakeCluster) -> None:
+    """A pod cannot take the claim of one whose image is still being pulled, whatever it knows of the GPU's devices."""
+    cluster = make_cluster(control=None, config=MANY, settings=HOOK)
+    known = [cluster.create({"main": {SLICE: 30}})]
+    earlier = known[0].start("main").variables["MPSD_ALLOCATION"]
+    (gpu,) = {each["gpus"][0] for each in cluster.leases()}
+    known[0].delete()
+    await_idle(cluster)
+    victim = cluster.create({"main": {SLICE: 30}})
+    pod = cluster.create({"main": {SLICE: 30}})
+    guessed = [hashlib.sha256(f"{gpu} {encode(range(30 * n, 30 * n + 30))}".encode()).hexdigest() for n in range(2)]
+    for allocation in (earlier, *(each[:16] for each in guessed)):
+        with contextlib.suppress(RefusedError):
+            pod.start("main", env={"MPSD_ALLOCATION": allocation, "MPSD_LEASE": ""}, uid=1001).end()
+    victim.start("main", uid=1002)
+    assert 1002 in owners(cluster)
+
+
 def test_its_own_env_without_the_hook(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     """Where no hook is called, the client of such a container is a violation of its lease, which its pod shows."""
     cluster = make_cluster(control=None, settings=account(api_server))
@@ -119,6 +152,19 @@ def test_its_own_smaller_share(make_cluster: MakeCluster) -> None:
         "CUDA_MPS_CLIENT_PRIORITY": "1",
     }
     assert hello(pod.start("main", program(), env=env, more=outside(cluster.node))) == (True, 20.0)
+
+
+def test_a_kubelet_that_passes_no_device_on(make_cluster: MakeCluster) -> None:
+    """If no hook is called, the lease follows the program's user, and the log says once what the node lacks."""
+    cluster = make_cluster(settings=HOOK)
+    for threads in (10, 20):
+        pod = cluster.create({"main": {SLICE: threads}})
+        pod.start("main", uid=1001, is_hooked=False)
+        wait_until(lambda: owners(cluster).get(1001) == threads, what="the lease to be the user's")  # noqa: B023
+        pod.delete()
+        await_idle(cluster)
+    (line,) = cluster.log("hook_not_called")
+    assert "enable_cdi = true" in line["hint"]
 
 
 def test_a_device_that_was_removed(make_cluster: MakeCluster) -> None:

@@ -1,6 +1,7 @@
 """Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
 import json
+import signal
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
@@ -67,9 +68,10 @@ def labelled(cluster: StandIn, api_server: ApiServer) -> StandIn:
     return cluster
 
 
-def test_leaves_nothing(labelled: StandIn, api_server: ApiServer) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGRTMIN + 3], ids=["terminate", "image"])
+def test_leaves_nothing(labelled: StandIn, api_server: ApiServer, number: int) -> None:
     """A plugin that ends removes its labels and its annotation, and no other; the next one writes them again."""
-    assert labelled.end_plugin() == 0
+    assert labelled.end_plugin(number) == 0
     assert metadata_of(api_server) == OPERATORS
     assert api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"] == {}
     labelled.start_plugin()

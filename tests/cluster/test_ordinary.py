@@ -23,8 +23,6 @@ CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
 SLICE: Final = "nvidia.com/gpu.mps-slice"
 
-SHARED: Final = "nvidia.com/gpu.shared"
-
 PIPE: Final = "/run/mpsd/mps/gpu0"
 
 UNTIL: Final = (
@@ -185,9 +183,9 @@ def test_another_user(cluster: Cluster, install: Install) -> None:
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
 
 
-@pytest.mark.parametrize(("name", "replicas", "shares"), [("nvidia.com/gpu", 4, [1]), (SHARED, 8, [4, 1, 1, 1, 1])])
-def test_replicas(cluster: Cluster, install: Install, name: str, replicas: int, shares: list[int]) -> None:
+def test_replicas(cluster: Cluster, install: Install) -> None:
     """Pods for replicas of NVIDIA's plugin run unchanged, side by side on a GPU; one more waits for one of them."""
+    name, replicas, shares = "nvidia.com/gpu", 8, [4, 1, 1]
     mpsd = install(name, replicas, gpus=1, plugin=f'slice_resource = "{name}"\nslices = {replicas}')
     pods = [pod(f"replica-{number}", {name: share}) for number, share in enumerate(shares)]
     for each in pods:

@@ -292,7 +292,7 @@ def test_several_processes(cluster: Cluster, install: Install) -> None:
     cluster.wait(
         "a reading of it", lambda: {(each["memory_held"] or 0) >> 30 for each in mpsd.ask("clients")} == {9, 58}
     )
-    assert "container main" not in events(cluster, "neighbour")
+    assert "its share" not in events(cluster, "neighbour")
     cluster.delete("several", "neighbour")
     for each in ("clusterrole", "clusterrolebinding"):
         cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mpsd.simulator.client import program
+from tests.container.manifests import KUBERNETES
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn, StandInPod
@@ -135,6 +136,17 @@ def test_undeclared(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     finally:
         for each in (oldest, middle, newest, side, neighbour):
             each.container.end()
+
+
+def test_a_fault_that_lingers(make_cluster: MakeCluster) -> None:
+    """A program that makes its GPU fault and stays keeps it from no other pod, with the configuration as shipped."""
+    shipped = (KUBERNETES / "base" / "mpsd.toml").read_text()
+    cluster = make_cluster(control=None, config=f"{shipped}\n[enforcement]\ngrace = 0.3\n")
+    faulty = Program(cluster.create({"main": {SLICE: 25}}))
+    faulty.do("fault")
+    wait_until(lambda: cluster.log("devices_changed")[-1]["because"].startswith("gpu0: server"), what="the fault")
+    faulty.process.wait(30)
+    wait_until(lambda: cluster.healthy(SLICE) == 100, what="all devices to be offered again")
 
 
 def test_undeclared_and_hidden(make_cluster: MakeCluster) -> None:

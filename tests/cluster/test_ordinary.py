@@ -1,7 +1,9 @@
 """Typical deployments of today's GPU-sharing clusters run with only the names of their resources changed."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -251,5 +253,46 @@ def test_gpushare(cluster: Cluster, install: Install) -> None:
     mpsd.ready()
     cluster.wait("the table", lambda: allocated() == [0, 0])
     cluster.kubectl("delete", "job", "gpushare")
+    for each in ("clusterrole", "clusterrolebinding"):
+        cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")
+
+
+HOLDS: Final = "(echo alloc {size}; read done < $MPSD_SIMULATED_GPUS/done) | python3 -m mpsd.simulator.client"
+SEVERAL: Final = f"for each in 1 2 3; do {HOLDS.format(size='9GiB')} & done; wait"
+"""Three CUDA processes of one container."""
+
+NEIGHBOUR: Final = f"read go < $MPSD_SIMULATED_GPUS/go; {HOLDS.format(size='58GiB')}"
+"""One that begins when somebody writes to a FIFO."""
+
+
+def is_running(cluster: Cluster, name: str) -> bool:
+    return cluster.phase(name) == "Running"
+
+
+def test_several_processes(cluster: Cluster, install: Install) -> None:
+    """Two pods have 2 and 6 of 8 slices. One's processes hold no more than its share, and its pod is told."""
+    overlay, plugin = "device-plugin-labels", "slices = 8\nprocesses = [1, 4]"
+    mpsd = install(SLICE, 8, overlay=overlay, plugin=plugin, gpus=1)
+    assert offered(cluster, f"{SLICE}.processes-4") == 8
+    for fifo in ("go", "done"):
+        os.mkfifo(cluster.path(f"{SIMULATED}/{fifo}"))
+    for made in (
+        pod("neighbour", {SLICE: 6}, "sh", "-c", NEIGHBOUR),
+        pod("several", {SLICE: 2}, "sh", "-c", SEVERAL),
+    ):
+        with_simulated_gpus(made["spec"])
+        cluster.apply(made)
+        name = made["metadata"]["name"]
+        cluster.wait(f"{name} to run", partial(is_running, cluster, name))
+    cluster.wait("what its pod is told", lambda: "MemoryOverShare: container main: the p" in events(cluster, "several"))
+    assert "UndeclaredProcess: container main: a process is an extra client" in events(cluster, "several")
+    cluster.wait("its newest process to end", lambda: len(mpsd.ask("clients")) == 2)
+    cluster.path(f"{SIMULATED}/go").write_text("go\n")
+    cluster.wait("the neighbour's memory", lambda: '"ok": true' in cluster.kubectl("logs", "neighbour"))
+    cluster.wait(
+        "a reading of it", lambda: {(each["memory_held"] or 0) >> 30 for each in mpsd.ask("clients")} == {9, 58}
+    )
+    assert "its share" not in events(cluster, "neighbour")
+    cluster.delete("several", "neighbour")
     for each in ("clusterrole", "clusterrolebinding"):
         cluster.kubectl("delete", each, "mpsd-kubernetes-labels", "mpsd-kubernetes-pod-events")

@@ -169,7 +169,9 @@ class TestNotifications:
         trap = {**variables(node), **lease["env"], "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=1G"}
         with SimulatedClient(trap) as client:
             assert client.hello["mps"]
-            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease, 0 waiting; 1 violation: no memory limit: process ")
+            at = ears.wait_for(
+                "STATUS=2 of 2 control daemons ready, 1 lease, 0 waiting; 1 violation: no memory limit: process "
+            )
             assert f"process {client.pid} was started with" in ears.said[at]
 
     def test_long_stop(self, ears: Ears, make_node: Start) -> None:

@@ -1,6 +1,6 @@
 """What the webhook does to a pod at its admission: a container that names a share in a variable gets it. Pure.
 
-`CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` in the `env` of a container is only a wish: without a resource in its limits,
+A percentage of threads in the `env` of a container is only a wish: without a resource in its limits,
 Kubernetes counts nothing, and its program runs outside MPS. The webhook adds the resource, and removes nothing.
 """
 

@@ -32,6 +32,7 @@ from mpsd.core.errors import (
 )
 from mpsd.core.kubernetes import hook as kubernetes_hook
 from mpsd.core.kubernetes import pods
+from mpsd.core.units import briefly
 from mpsd.system.files import cdi_directory
 from mpsd.system.processes import foreground, namespaces, proc
 
@@ -402,7 +403,7 @@ def _take_for_plugin(
     found = next((each for each in leases if each["labels"].get(kubernetes_hook.LABEL) == allocation), None)
     if found is None or not allocation:
         raise NotFoundError(
-            f"no lease of the node is for this container: its {kubernetes_hook.ALLOCATION} is {allocation!r}",
+            f"no lease of the node is for this container: its {kubernetes_hook.ALLOCATION} is {briefly(allocation)}",
             hint=f"remove {kubernetes_hook.ALLOCATION} from the env of the container in its pod's manifest, if it is"
             " there; otherwise the lease has just ended, and kubelet tries again",
         )

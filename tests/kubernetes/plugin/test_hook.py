@@ -89,6 +89,7 @@ REFUSED = [
     ("CUDA_MPS_PROTOCOL_VERSION", "3"),
     ("NVIDIA_VISIBLE_DEVICES", "all"),
     ("MPSD_ALLOCATION", "0123456789abcdef"),
+    ("MPSD_ALLOCATION", "x" * 100_000),
     ("MPSD_LEASE", "of-another"),
 ]
 
@@ -104,6 +105,7 @@ def test_its_own_env(make_cluster: MakeCluster) -> None:
         with pytest.raises(RefusedError, match=remedy) as refused:
             pod.start("main", env=env)
         assert "%" not in str(refused.value)
+        assert len(str(refused.value)) < 1000
     pod.start("main")
 
 

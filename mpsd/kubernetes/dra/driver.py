@@ -360,9 +360,8 @@ class Driver(PodLeases):
             case Replace(claim) if self._is_still(claim):
                 self._replace(claim)
             case Finish(claim) if self._is_still(claim):
-                with contextlib.suppress(
-                    DaemonNotReadyError
-                ):  # it is tried again: no other claim waits for its clients
+                # It is tried again: no other claim waits for its clients.
+                with contextlib.suppress(DaemonNotReadyError):
                     self._finish(claim, _PAUSE)
             case Forget(claim) if self._is_still(claim):
                 self._store.remove(claim.uid)

@@ -390,7 +390,10 @@ class TestOtherClaims:
         assert post({"threads": 50, "memory": "1GiB"}).status == 201
         waiting = threading.Thread(target=post, args=[{"threads": 25, "memory": "1GiB", "wait": 60}])
         waiting.start()
-        states = lambda: [each["state"] for each in cluster.node.get("/v1/leases").json["leases"]]  # noqa: E731
+
+        def states() -> list[str]:
+            return [each["state"] for each in cluster.node.get("/v1/leases").json["leases"]]
+
         wait_until(lambda: "waiting" in states(), what="a request that is first in the queue")
         cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
         waiting.join()

@@ -54,6 +54,11 @@ class PodLeases(Part, ABC):
         """Whether a container has not been seen with its lease yet."""
         return bool(self._pending)
 
+    @property
+    def end_by_call(self) -> bool:
+        """Whether there are leases that end only when kubelet calls; those of a device plugin end with their pods."""
+        return False
+
     def begin(self) -> None:
         """Begin to work, before kubelet can call."""
         self._hook.find()

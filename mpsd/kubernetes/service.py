@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from mpsd.core import health
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.kubernetes.devices import KINDS
 from mpsd.core.kubernetes.settings import Offer, When
@@ -26,6 +27,9 @@ from mpsd.system import clock
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3)
 """The signals that end it; the last one is the stop signal of mpsd's image."""
+
+_SETTLING: Final = 3.0
+"""Seconds after a signal until the board shows whether mpsd drains, because it got one too."""
 
 _LOOK: Final = 0.25
 """Seconds between two checks of the sockets."""
@@ -81,7 +85,7 @@ class Service(Part):
             "mpsd": GpuFollower(program).run,
             "events": leases.events.run,
             "violations": ViolationReport(program, leases).run,
-            "signals": lambda: signal.sigwait(_SIGNALS),
+            "signals": self._await_end,
             **threads,
         }
         self._failure: Exception | None = None
@@ -119,6 +123,16 @@ class Service(Part):
             self._log.info(EventName.PLUGIN_ENDED)
         if self._failure is not None:
             raise self._failure
+
+    def _await_end(self) -> None:
+        """Return when a signal has come, and no call of kubelet is needed any more, or a second one has come.
+
+        mpsd in the same pod, or a drained one, waits for leases that end by such a call.
+        """
+        signal.sigwait(_SIGNALS)
+        while self._leases.end_by_call and signal.sigtimedwait(_SIGNALS, _SETTLING) is None:
+            if not any(each.kind == health.Kind.HOLD for each in self._board.gpus.values()):
+                return
 
     def _show(self, *, is_ready: bool) -> None:
         try:

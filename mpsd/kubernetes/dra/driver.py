@@ -299,6 +299,11 @@ class Driver(PodLeases):
         self.status.forget(claim.uid)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
+    @property
+    def end_by_call(self) -> bool:
+        """Whether claims are prepared: kubelet keeps their pods' control groups until they are unprepared."""
+        return bool(self._store.all())
+
     # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
 
     def reconcile(self) -> None:

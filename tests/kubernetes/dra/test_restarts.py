@@ -365,3 +365,19 @@ def test_readiness(make_cluster: MakeCluster) -> None:
     wait_until(ready.exists, what="the file")
     assert cluster.end_plugin() == 0
     assert not ready.exists()
+
+
+def test_pod_of_mpsd_is_deleted(make_cluster: MakeCluster) -> None:
+    """The driver serves while mpsd drains: its pods' leases end by kubelet's call, and mpsd waits for them."""
+    cluster = make_cluster(arguments=("--stop-daemons-on-exit",))
+    pod = cluster.pod(cluster.claim())
+    pod.start("main")
+    assert cluster.plugin is not None
+    assert cluster.node.process is not None
+    for each in (cluster.plugin, cluster.node.process):
+        each.send_signal(signal.SIGTERM)
+    wait_until(lambda: "mpsd is stopping" in str(cluster.node.get("/v1/daemons").json), what="mpsd to drain")
+    pod.delete()
+    assert cluster.plugin.wait(20) == 0
+    cluster.plugin = None
+    assert cluster.node.process.wait(20) == 0

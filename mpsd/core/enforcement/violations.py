@@ -29,6 +29,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.mps.control_daemons import OtherDaemon
 from mpsd.core.mps.limits import EVERYTHING, LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
+from mpsd.core.mps_facts import CONTEXT_BYTES
 from mpsd.core.quantities import Bounds
 from mpsd.core.units import briefly, format_alike
 
@@ -400,17 +401,19 @@ def of_memory(
     # The memory of a lease is that of all its processes, however many it may have. In the order of their age, each
     # keeps what it holds if that fits beside what the older ones keep; the others are over. So the newest go, of which
     # the lease had room for the rest; the work of the oldest, often the one that started them, is not lost; a process
-    # that alone holds more than the lease goes whatever its age, and the others stay.
+    # that alone holds more than the lease goes whatever its age, and the others stay. As many processes as the lease
+    # may have are let off what NVML may show of their contexts, since MPS holds them to their limits in its own count.
     known = {identity: each.memory.value for identity, each in held.items() if isinstance(each.memory, Known)}
-    whole, allowed, kept = sum(known.values()), share.memory.bytes, 0
+    whole, granted, kept = sum(known.values()), share.memory.bytes, 0
+    allowed = granted + (lease.request.processes or 1) * CONTEXT_BYTES
     for identity in sorted(known, key=lambda each: each.age):
         if kept + known[identity] <= allowed:
             kept += known[identity]
             continue
-        much, granted, by_it = format_alike(whole, allowed, known[identity])
+        much, instead_of, by_it = format_alike(whole, granted, known[identity])
         because = (
-            f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {granted}; process"
-            f" {identity.pid} holds {by_it}, beside older ones"
+            f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {instead_of};"
+            f" process {identity.pid} holds {by_it}, beside older ones"
         )
         hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
         yield Violation(ViolationKind.MEMORY, identity, lease.id, share.daemon, because, hint, servers.get(identity))

@@ -236,7 +236,7 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
     granted = lease(node, threads=50, memory=2 * GIB, processes=2)
     own = variables(node) | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
     with SimulatedClient(own) as more, SimulatedClient(own) as less:
-        assert less.alloc("1GiB")["ok"]
+        assert less.alloc("2GiB")["ok"]
         assert more.alloc("1536MiB")["ok"]
         for each in (more, less):
             event(node, "client_attributed", client=each.pid)

@@ -279,7 +279,9 @@ def summary(settings: Settings) -> str:
     """Return what a node offers, as a comment, and each setting that is not the default one, as TOML."""
     values = [(row, getattr(settings, row.name)) for row in rows_of("", Settings)]
     changed = [f"{row.name} = {render(row, value)}" for row, value in values if value != row.default]
-    return "\n".join([f"# A node offers {_offers(settings)}", *changed])
+    several = [] if settings.resources is Offer.DRA else [f".processes-{each}" for each in settings.processes[1:]]
+    also = [f"# Also for several processes, by names that end in {', '.join(several)}"] if several else []
+    return "\n".join([f"# A node offers {_offers(settings)}", *also, *changed])
 
 
 def _offers(settings: Settings) -> str:

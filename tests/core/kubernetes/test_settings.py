@@ -118,3 +118,8 @@ def test_summary(document: str, says: str) -> None:
     offers, *changed = summary(parse(document, {}, {})).splitlines()
     assert offers == f"# A node offers {says}"
     assert changed == document.splitlines()
+
+
+def test_summary_of_several_processes() -> None:
+    """It names the resources for several processes."""
+    assert summary(parse("processes = [1, 4]", {}, {})).splitlines()[1].endswith(" .processes-4")

@@ -45,9 +45,9 @@ Measured on 580 (H200, H100): with 8 each, 15 clients fit, and with 32 each, 3; 
 120 fit and 128 do not. Mixed values and other drivers are not measured; NVIDIA only says that a higher value makes
 fewer clients fit."""
 
-CONTEXT_BYTES = 512 * 2**20
-"""Memory that NVML may show of a client at its limit beyond that limit. The limit counts 145 MiB of a context (580,
-H200); what NVML shows of it there is not measured, and this is more than a context takes anywhere known."""
+CONTEXT_BYTES = 640 * 2**20
+"""Memory that NVML may show of a client at its limit beyond that limit. The limit counts 145 to 517 MiB of a context
+(580, H200); what NVML shows of it there is not measured."""
 
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """The variable of a client for its number of connections, from 1 to `MOST_CONNECTIONS`. Source: CUDA C++ Programming

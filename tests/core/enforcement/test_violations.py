@@ -370,7 +370,7 @@ def test_fault_that_a_log_tells() -> None:
 def over(*mebibytes: int | None) -> list[int]:
     """Return which processes of a lease of 2 GiB for one are over if they, the oldest first, hold these amounts.
 
-    NVML may show half a GiB of its context beyond that.
+    NVML may show 640 MiB of its context beyond that.
     """
     held = {
         ProcessIdentity(900 - at, at): GpuProcess(Known(each * MIB) if each is not None else Unknown(""), mps=True)
@@ -384,12 +384,12 @@ def over(*mebibytes: int | None) -> list[int]:
 @pytest.mark.parametrize(
     ("mebibytes", "which"),
     [
-        ([1536, 1024], []),
-        ([1536, 1024, 1], [2]),
+        ([1536, 1152], []),
+        ([1536, 1152, 1], [2]),
         ([2048, 1536, 512], [1]),  # its end suffices
-        ([2561, 1024, 1024], [0]),  # it alone holds too much
-        ([1024, 2561, 2561], [1, 2]),
-        ([2560, 0, None], []),  # unknown is nobody's fault
+        ([2689, 1024, 1024], [0]),  # it alone holds too much
+        ([1024, 2689, 2689], [1, 2]),
+        ([2688, 0, None], []),  # unknown is nobody's fault
     ],
 )
 def test_newest_are_over(mebibytes: list[int | None], which: list[int]) -> None:
@@ -410,9 +410,9 @@ def test_as_few_as_suffice(mebibytes: list[int]) -> None:
     """What is left fits; nobody is over if all fit; each that is over would not fit beside the older ones."""
     which = over(*mebibytes)
     left = [0 if at in which else each for at, each in enumerate(mebibytes)]
-    assert sum(left) <= 2560
-    assert bool(which) is (sum(mebibytes) > 2560)
-    assert all(sum(left[:at]) + mebibytes[at] > 2560 for at in which)
+    assert sum(left) <= 2688
+    assert bool(which) is (sum(mebibytes) > 2688)
+    assert all(sum(left[:at]) + mebibytes[at] > 2688 for at in which)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.errors import MpsdError, NotFoundError
-from mpsd.core.kubernetes import claims, pod_violations
+from mpsd.core.kubernetes import claims, pod_violations, pods
+from mpsd.core.kubernetes.claims import Held
 from mpsd.core.kubernetes.pod_violations import PodViolation
 from mpsd.core.model import ViolationKind
 from mpsd.kubernetes.mpsd_client import LeaseAnswer
@@ -16,6 +17,7 @@ from mpsd.kubernetes.parts import Part, Program
 from mpsd.kubernetes.pod_events import Reason
 from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.system import clock
+from mpsd.system.processes import proc
 
 _AGAIN: Final = 60
 """Seconds after which the violations that last are reported again; `PodEvents` writes few of these."""
@@ -79,5 +81,12 @@ class ViolationReport(Part):
         held = claims.held(lease, clock.now(), self._settings)
         if held is None or held.pod is None:
             return
-        message = pod_violations.message(violation, self._leases.user_of(lease, held.pod), self._settings)
-        self._leases.events.warn(held.pod, _REASONS.get(violation.kind, Reason.SHARE_VIOLATED), message)
+        pod = self._pod_of(violation.pid, held) or held.pod
+        message = pod_violations.message(violation, self._leases.user_of(lease, pod), self._settings)
+        self._leases.events.warn(pod, _REASONS.get(violation.kind, Reason.SHARE_VIOLATED), message)
+
+    def _pod_of(self, pid: int, held: Held) -> str | None:
+        """Return which of the pods that share a lease has a process; None where the process has ended."""
+        own = [f"{path}/" for path in proc.control_groups(pid).values()]
+        groups = [each for each in held.others if any(path.startswith(f"{each}/") for path in own)]
+        return next((pods.pod_of(each, str(self._settings.cgroup_root)) for each in groups), None)

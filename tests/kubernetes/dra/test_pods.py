@@ -221,6 +221,22 @@ class TestSharedClaim:
         cluster.await_nothing()
 
 
+    def test_tells_the_pod_of_the_process(self, make_cluster: MakeCluster) -> None:
+        """A process too many is told of to the pod that runs it, and not to the others."""
+        cluster = make_cluster(control=None, durations={"mpsd.kubernetes.dra.driver._LOOK_FOR_PODS": 0.5})
+        claim = cluster.claim(result("30", "4Gi"))
+        first, second = cluster.pod(claim), cluster.pod(claim)
+        lease = first.start("main").variables["MPSD_LEASE"]
+        cluster.await_held(first)
+        second.start("main")
+        wait_until(lambda: len(cluster.lease(lease)["holders"]) == 2, what="both pods to hold it")
+        containers = [second.start("more", program(), more=outside(cluster.node)) for _ in range(2)]
+        written = cluster.api_server.written
+        (event,) = wait_until(lambda: [each for each in written if each["kind"] == "Event"], what="an event")
+        assert (event["involvedObject"]["uid"], event["reason"]) == (second.uid, "UndeclaredProcess")
+        containers[0].end()
+
+
 class TestClaimStatus:
     """What `kubectl describe resourceclaim` shows of a claim's shares."""
 

@@ -220,7 +220,6 @@ class TestSharedClaim:
         second.delete()
         cluster.await_nothing()
 
-
     def test_tells_the_pod_of_the_process(self, make_cluster: MakeCluster) -> None:
         """A process too many is told of to the pod that runs it, and not to the others."""
         cluster = make_cluster(control=None, durations={"mpsd.kubernetes.dra.driver._LOOK_FOR_PODS": 0.5})

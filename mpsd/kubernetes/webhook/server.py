@@ -39,6 +39,9 @@ _DEADLINE: Final = 5.0
 _LONGEST: Final = 4 * 1024 * 1024
 """Maximum bytes that a connection sends. The API server itself accepts requests of 3 MiB."""
 
+_LOGS: Final = 60.0
+"""Seconds in which one failure of a caller is logged."""
+
 _LINGER: Final = 3.0
 """Seconds for which it serves after SIGTERM, until no kube-proxy leads to it any more."""
 
@@ -140,6 +143,8 @@ class Server(ThreadingHTTPServer):
         self._deadline = deadline
         self.certificate = Certificate(settings.webhook_certificate, log)
         self._places = threading.BoundedSemaphore(_MOST)
+        self._logs_at = 0.0
+        """When the next failure of a caller is logged."""
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
         """Serve a connection in a thread of its own, as soon as there is a place."""
@@ -169,10 +174,15 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's signature
         """Log why the TLS of a caller failed, as of an API server that does not trust this certificate, and defects."""
         error = sys.exception()
-        is_callers = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
-        because = text(f"{type(error).__name__}: {error}")
-        if not is_callers and self.log.is_new("caller", because):
-            self.log.warning(EventName.REVIEW_FAILED, because=because)
+        if not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
+            self.log_failure(f"{type(error).__name__}: {error}")
+
+    def log_failure(self, because: str) -> None:
+        """Log why a caller has no answer, once in a while: any pod that reaches the port can cause it at any rate."""
+        now = clock.monotonic()
+        if now >= self._logs_at:
+            self._logs_at = now + _LOGS
+            self.log.warning(EventName.REVIEW_FAILED, because=text(because))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -210,9 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             review = msgspec.json.decode(self.rfile.read(int(length)), type=Review)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            because = text(str(error))
-            if self.server.log.is_new("review", because):
-                self.server.log.warning(EventName.REVIEW_FAILED, because=because)
+            self.server.log_failure(str(error))
             self.send_error(HTTPStatus.BAD_REQUEST, "it is no AdmissionReview of a pod")
             return
         self._send(json.dumps(self._answer(review)).encode(), "application/json")

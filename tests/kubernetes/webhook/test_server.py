@@ -175,6 +175,13 @@ def test_no_review(webhook: Webhook, body: bytes, headers: dict[str, str], statu
     assert webhook.review(POD)["allowed"]
 
 
+def test_failures_in_turn(webhook: Webhook) -> None:
+    """Callers that fail in one way and another do not fill the log."""
+    for body in (b"{}", b"\xff") * 3:
+        assert webhook.ask("POST", body)[0] == 400
+    assert webhook.events() == ["certificate_loaded", "review_failed"]
+
+
 def test_renewed_certificate(webhook: Webhook) -> None:
     """The next connection has the new certificate; files that do not belong together leave the previous one."""
     before = webhook.trusts

@@ -160,6 +160,7 @@ def test_a_kubelet_that_passes_no_device_on(make_cluster: MakeCluster) -> None:
     """If no hook is called, the lease follows the program's user, and the log says once what the node lacks."""
     cluster = make_cluster(settings=HOOK)
     for threads in (10, 20):
+        wait_until(lambda: cluster.healthy(SLICE) == 100, what="all devices")  # the first pod's user had the GPU alone
         pod = cluster.create({"main": {SLICE: threads}})
         pod.start("main", uid=1001, is_hooked=False)
         wait_until(lambda: owners(cluster).get(1001) == threads, what="the lease to be the user's")  # noqa: B023

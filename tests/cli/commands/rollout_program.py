@@ -6,6 +6,7 @@ is ready after a step. Nothing depends on time.
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -109,6 +110,7 @@ def _get(found: dict[str, Any], kind: str, words: list[str]) -> list[Any]:
 
 def main() -> None:
     """Be kubectl."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cluster goes on, whatever ends kubectl
     directory, *words = sys.argv[1:]
     path = Path(directory) / "cluster.json"
     found = json.loads(path.read_text())

@@ -144,7 +144,7 @@ def test_a_fault_that_lingers(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(control=None, config=f"{shipped}\n[enforcement]\ngrace = 0.3\n")
     faulty = Program(cluster.create({"main": {SLICE: 25}}))
     faulty.do("fault")
-    wait_until(lambda: cluster.log("devices_changed")[-1]["because"].startswith("gpu0: server"), what="the fault")
+    wait_until(lambda: cluster.node.events("violation", kind="lingers"), what="the violation")
     faulty.process.wait(30)
     wait_until(lambda: cluster.healthy(SLICE) == 100, what="all devices to be offered again")
 

@@ -1,5 +1,6 @@
 """kubelet's interface of a container runtime, with Debian 13's containerd: it passes on the CDI device of a plugin."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -100,12 +101,12 @@ def cluster(containerd: Containerd, node: Node, kubernetes_fork_server: ForkServ
     """Run a stand-in for kubelet, and the plugin, which writes its device where this containerd reads devices."""
     settings = {"HOOK": "auto", "CDI_DIR": str(containerd.home / "cdi")}
     cluster = StandIn(node, node.root.parent / "kubelet", kubernetes_fork_server, settings=settings)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        containerd.remove_all("k8s.io")
-        cluster.close()
+    with contextlib.closing(cluster):
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            containerd.remove_all("k8s.io")
 
 
 def test_device_of_the_plugin(containerd: Containerd, cluster: StandIn, node: Node, cri: Any) -> None:

@@ -230,7 +230,8 @@ class ServerHealth:
         """The machine powers off under running control daemons, without waiting for a timeout."""
         machine.run("systemctl", "start", *UNITS)
         machine.run("mpsctl", "status")
-        service.hold()
+        if not service.leases():
+            service.hold()
         assert len(service.running()) == 2
         machine.run("systemctl", "poweroff", check=False)
         wait_until(machine.is_gone, what="it to be off", deadline=20)

@@ -201,7 +201,8 @@ def _in_query(query: type[RequestQuery]) -> Iterable[dict[str, Any]]:
     _, schemas = msgspec.json.schema_components([query])
     for name, schema in schemas[query.__name__]["properties"].items():
         description = schema.pop("description")
-        yield {"name": name, "in": "query", "required": False, "description": description, "schema": _portable(schema)}
+        present = _without_null(schema) if "anyOf" in schema else schema  # no query can say null
+        yield {"name": name, "in": "query", "required": False, "description": description, "schema": _portable(present)}
 
 
 def _problem(status: int) -> dict[str, Any]:

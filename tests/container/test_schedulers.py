@@ -19,9 +19,7 @@ OTHERS: Final = ("volcano.sh", "x-k8s.io", "run.ai")
 
 def shown() -> dict[str, list[Any]]:
     """Return the objects in the example of each queue system."""
-    blocks = re.findall(
-        r"^## (\w+)\n\n```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    blocks = re.findall(r"^## (\w+)\n\n```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return {system: list(yaml.safe_load_all(block)) for system, block in blocks}
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench --control PROGRAM` measures docs/reference/figures.md; it exits with 1 when a bound is missed."""
+"""`python -m bench --control PROGRAM` measures docs/internals/figures.md; it exits with 1 when a bound is missed."""
 
 import argparse
 import os

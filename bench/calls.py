@@ -1,4 +1,4 @@
-"""What each walk of docs/architecture.md costs in calls: `python -m bench.calls`.
+"""What each walk of docs/internals/architecture.md costs in calls: `python -m bench.calls`.
 
 mpsd runs on a simulated node, under a profiler that counts each call of one of its own functions. A row has the
 number of calls, of the modules and of the rooms that the calls are in, and of hops: calls into another module than the

@@ -2,7 +2,7 @@
 
 It uses the standard library, since it needs only a request, an answer and a deadline. Kubernetes' own client for Python
 brings some 30 MB of generated types and a connection pool; an HTTP library would still leave the errors to this module,
-and the token, which is replaced on disk every hour. Requests are few (see `docs/reference/scale.md`), so each has its
+and the token, which is replaced on disk every hour. Requests are few (see `docs/internals/scale.md`), so each has its
 own connection, and a request never waits for a connection that died silently.
 
 Its callers are separate threads, or calls of kubelet that need the answer: nothing else waits for it.

@@ -1,6 +1,6 @@
 """No client is harmed, and nothing is lost or doubled, whatever is killed, stopped or cut off; everything recovers.
 
-The file tests the promises of docs/reliability.md that no other file tests.
+The file tests the promises of docs/internals/reliability.md that no other file tests.
 """
 
 import resource

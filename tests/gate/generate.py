@@ -1,4 +1,4 @@
-"""Files generated from the code: parts of docs/reference (errors, settings, life cycle of a control daemon), and more.
+"""Files generated from the code: parts of docs/reference (errors, life cycle of a control daemon), and more.
 
 `python -m tests.gate.generate` writes them, the parts between their markers, and the tests of this folder fail while
 they differ.
@@ -19,7 +19,7 @@ from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
-from mpsd.core.settings import rows, rows_of
+from mpsd.core.settings import rows_of
 from tests.gate import completions, manual, protocol
 from tests.gate.source import imports, modules
 
@@ -61,14 +61,6 @@ def errors_table() -> str:
         doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
         again = "yes" if error.retryable else "no"
         lines.append((f"`{error.code}`", doing, f"{error.status}", f"{error.exit_code}", again, _summary(error)))
-    return _table(*lines)
-
-
-def settings_table() -> str:
-    lines = [("setting", "default", "unit", "reload", "meaning")]
-    for row in rows():
-        default = "absent" if row.default is None else f"`{render(row, row.default)}`"
-        lines.append((f"`{row.key}`", default, row.unit, "restart" if row.restart else "yes", row.help))
     return _table(*lines)
 
 
@@ -212,7 +204,6 @@ _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "docs/guide/user.md": ("frameworks", frameworks_table),
     "docs/reference/errors.md": ("errors", errors_table),
     "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),
-    "docs/reference/settings.md": ("settings", settings_table),
     "docs/reference/metrics.md": ("metrics", metrics_tables),
 }
 """The documents with a generated part, and the name of that."""
@@ -226,8 +217,10 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
     "docs/reference/events.md": events_page,
-    "docs/architecture.md": partial(_page, "docs/architecture.md", "rooms", rooms_diagram, ""),
-    "docs/kubernetes.md": partial(_page, "docs/kubernetes.md", "kubernetes-settings", kubernetes_table, ""),
+    "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
+    "docs/kubernetes/operation.md": partial(
+        _page, "docs/kubernetes/operation.md", "kubernetes-settings", kubernetes_table, ""
+    ),
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
     **completions.FILES,
     **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},

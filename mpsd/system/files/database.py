@@ -1,10 +1,9 @@
 """SQLite files for state that must not be lost: leases survive until the next boot, events and usage for longer.
 
-docs/store.md explains and measures the choice of SQLite and of these two modes. In short: the leases must survive only
-mpsd's own death, at any instant. The kernel's copy of the file is enough for that, so they are never synchronised to
-the disk. They are in one file with a rollback journal, because SQLite does not notice damage to a write-ahead log: it
-reads the log up to the damage and takes that for the end. The history must survive a power cut too, so it has a
-write-ahead log.
+docs/internals/store.md measures the choice of SQLite and of these two modes. In short: leases must survive only mpsd's
+own death, at any instant. The kernel's copy of the file is enough for that, so they are never synchronised to the disk.
+They are in one file with a rollback journal, because SQLite does not notice damage to a write-ahead log: it reads the
+log up to the damage and takes that for the end. The history must survive a power cut too, so it has a write-ahead log.
 """
 
 import contextlib

@@ -100,7 +100,7 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("document", [ROOT / "docs/architecture.md", ROOT / "CONTRIBUTING.md"], ids=_name)
+@pytest.mark.parametrize("document", [ROOT / "docs/internals/architecture.md", ROOT / "CONTRIBUTING.md"], ids=_name)
 def test_named_functions_exist(document: Path) -> None:
     """A method of a class of mpsd, or a function of a module, that the map names is defined there."""
     text = document.read_text(encoding="utf-8")

@@ -88,7 +88,7 @@ def test_each_file_is_known() -> None:
 
 
 def test_how_it_is_renewed() -> None:
-    """docs/reference/lock-file.md has the command that generated the lock, without an index or a machine's path."""
+    """docs/internals/lock-file.md has the command that generated the lock, without an index or a machine's path."""
     assert LOCK.splitlines()[1] == f"#    {COMMAND}"
-    assert COMMAND in (ROOT / "docs/reference/lock-file.md").read_text(encoding="utf-8")
+    assert COMMAND in (ROOT / "docs/internals/lock-file.md").read_text(encoding="utf-8")
     assert not re.search(r"://|^ *(?:-i|-f|--(?!hash))|(?<!\w)/\w", LOCK.replace(COMMAND, ""), re.MULTILINE)

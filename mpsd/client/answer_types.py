@@ -183,6 +183,12 @@ class Gpu(TypedDict):
     threads_granted: float
     memory_granted: int
     memory_held: int | None
+    utilization: Annotated[
+        int | None, about("Percent of the last moment in which a kernel of any process ran; null where NVML has none.")
+    ]
+    temperature: Annotated[int | None, about("Degrees Celsius, likewise.")]
+    power: Annotated[float | None, about("Watts, likewise.")]
+    power_limit: Annotated[float | None, about("The watts in force as its limit, likewise.")]
     clients: int
     clients_max: int | None
     threads_unleased: float

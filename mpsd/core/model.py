@@ -187,6 +187,20 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """What a GPU does at one moment, by all processes together; None for what it or its driver does not report."""
+
+    utilization: int | None = None
+    """Percent of the last sample period, at most a second, in which at least one kernel ran (nvmlUtilization_t)."""
+    temperature: int | None = None
+    """Degrees Celsius."""
+    power: float | None = None
+    """Watts."""
+    power_limit: float | None = None
+    """The watts above which it slows down: the lowest limit in force."""
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUsage:
     """The changing state of a GPU, read at one moment."""
 
@@ -201,6 +215,8 @@ class GpuUsage:
     not report it."""
     listed: bool = True
     """Whether the driver lists its processes; where it does not, `processes` is empty, and says nothing of anything."""
+    activity: Activity = field(default=Activity(), compare=False)
+    """It changes all the time, which is no news: nothing is decided by it."""
 
     @property
     def clients(self) -> set[int]:

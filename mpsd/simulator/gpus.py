@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.gpus import of_host
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Activity, Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind, Setting, setting
 
 DRIVER_VERSION: Final = "555.58.02"
@@ -70,7 +70,7 @@ class SimulatedGpus:
             pid: GpuProcess(silent or Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()
         }
         used = None if silent else sum(each.memory for each in held.values())
-        return Known(GpuUsage(used, processes, mode))
+        return Known(GpuUsage(used, processes, mode, activity=_activity(len(processes))))
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
         """Set a GPU's compute mode, for all processes that see the GPU, and return it. Unknown where its usage is."""
@@ -102,6 +102,12 @@ class SimulatedGpus:
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
+
+
+def _activity(processes: int) -> Activity:
+    """Return figures like those of a real GPU: they rise with the number of processes, whatever these do."""
+    busy = 1 - 0.5**processes
+    return Activity(round(100 * busy), round(30 + 40 * busy), 75 + 600 * busy, 700.0)
 
 
 def _uuid(index: int) -> str:

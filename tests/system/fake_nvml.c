@@ -10,6 +10,7 @@
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
  *   clock GPU MHZ CELSIUS MILLIWATTS                          of the multiprocessors, and what the GPU takes; 0 without it
+ *   activity GPU PERCENT WATTS                                utilization and enforced power limit; without it, none is told
  *   recovery GPU ACTION                                       an nvmlDeviceGpuRecoveryAction_t; without it, none is told
  *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
@@ -44,7 +45,7 @@ enum { CLOCK, TEMPERATURE, POWER, CLOCKS };
 struct state {
     char driver[80];
     int gpus, processes, faults, xids, cuda;
-    int condition[GPUS][CONDITIONS], recovery[GPUS], brand[GPUS], architecture[GPUS];
+    int condition[GPUS][CONDITIONS], recovery[GPUS], brand[GPUS], architecture[GPUS], utilization[GPUS], power_limit[GPUS];
     char bus[GPUS][32];
     unsigned clock[GPUS][CLOCKS];
     struct gpu gpu[GPUS];
@@ -74,6 +75,8 @@ static void read_state(struct state *s)
     memset(s, 0, sizeof *s);
     memset(s->condition, -1, sizeof s->condition);
     memset(s->recovery, -1, sizeof s->recovery);
+    memset(s->utilization, -1, sizeof s->utilization);
+    memset(s->power_limit, -1, sizeof s->power_limit);
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
         int p = s->processes, f = s->faults, x = s->xids, of[1 + CONDITIONS];
@@ -90,6 +93,11 @@ static void read_state(struct state *s)
             s->brand[of[0]] = of[1];
             s->architecture[of[0]] = of[2];
             memcpy(s->bus[of[0]], bus, sizeof bus);
+            continue;
+        }
+        if (sscanf(line, "activity %d %d %d", &of[0], &of[1], &of[2]) == 3 && of[0] >= 0 && of[0] < GPUS) {
+            s->utilization[of[0]] = of[1];
+            s->power_limit[of[0]] = of[2];
             continue;
         }
         if (sscanf(line, "recovery %d %d", &of[0], &of[1]) == 2 && of[0] >= 0 && of[0] < GPUS) {
@@ -318,6 +326,10 @@ struct memory {
     unsigned long long total, free, used;
 };
 
+struct utilization {
+    unsigned gpu, memory;
+};
+
 int nvmlDeviceGetClockInfo(void *handle, unsigned type, unsigned *clock)
 {
     ENTER(index_of(handle));
@@ -339,6 +351,21 @@ int nvmlDeviceGetPowerUsage(void *handle, unsigned *power)
     ENTER(index_of(handle));
     *power = s.clock[index_of(handle)][POWER];
     return SUCCESS;
+}
+
+int nvmlDeviceGetUtilizationRates(void *handle, struct utilization *rates)
+{
+    ENTER(index_of(handle));
+    rates->gpu = s.utilization[index_of(handle)];
+    rates->memory = 0;
+    return s.utilization[index_of(handle)] < 0 ? NOT_SUPPORTED : SUCCESS;
+}
+
+int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *limit)
+{
+    ENTER(index_of(handle));
+    *limit = s.power_limit[index_of(handle)] * 1000;
+    return s.power_limit[index_of(handle)] < 0 ? NOT_SUPPORTED : SUCCESS;
 }
 
 /* Version 1 counts the driver's reserve as used. */

@@ -118,6 +118,7 @@ class NodeHandlers:
             if not request.principal.admin:
                 raise NotPermittedError("only an administrator can ask for another user", hint="omit uid")
             user = UserIdentity(uid, frozenset((uid,)))
+        self._node.gpus.note_watcher()
         free = await self._node.free(user)
         daemons = self._node.control_daemons.all()
         return answer_types.Gpus(gpus=[self._gpu(view, daemons, request, free) for view in self._node.gpus.views()])
@@ -131,6 +132,7 @@ class NodeHandlers:
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         refused, impaired = health.verdict(view, daemons, self._node.leases.group_commit.trouble)
         left = free.get(gpu.uuid, NOTHING) if gpu and refused is None else NOTHING
+        activity = view.usage.value.activity if isinstance(view.usage, Known) else model.Activity()
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -141,6 +143,10 @@ class NodeHandlers:
             threads_granted=given.threads / 10,
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
+            utilization=activity.utilization,
+            temperature=activity.temperature,
+            power=activity.power,
+            power_limit=activity.power_limit,
             clients=given.places,
             clients_max=gpus.clients_max(gpu) if gpu else None,
             threads_unleased=unleased.threads / 10,

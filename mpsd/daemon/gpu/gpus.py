@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 
 from mpsd.core import gpus
@@ -21,6 +21,9 @@ from mpsd.system.gpus.gpu import GpuSource
 
 _INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs, and between two attempts to watch for faults where that fails."""
+
+_WATCHED: Final = timedelta(seconds=2)
+"""The age of a reading, while a caller follows the GPUs, from which on the next one is due."""
 
 _SEE: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
 
@@ -130,6 +133,11 @@ class Gpus:
     def read_soon(self) -> None:
         """Read the GPUs before the next period."""
         self._soon.set()
+
+    def note_watcher(self) -> None:
+        """Read the GPUs soon for a caller who looks at them, and will look again; an idle node does not pay for that."""
+        if all(clock.now() - began >= _WATCHED for began in self._began.values()):
+            self._soon.set()
 
     def want(self, mode: WantedComputeMode, because: str) -> None:
         """Request a compute mode for the GPUs, or their own mode; it is set soon."""

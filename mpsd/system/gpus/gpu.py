@@ -307,6 +307,7 @@ class _Nvml:
             listed=listed,
             compute_mode=self._compute_mode(handle),
             recovery=nvml_readings.recovery(self.lib, handle),
+            activity=nvml_readings.activity(self.lib, handle),
         )
 
     def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> ComputeMode | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
-from mpsd.core.model import GpuProcess, Hardware, Known, Unknown
+from mpsd.core.model import Activity, GpuProcess, Hardware, Known, Unknown
 
 T = TypeVar("T")
 
@@ -91,6 +91,21 @@ def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml h
     except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_InvalidArgument):
         return None
     return int(value.value.uiVal) if value.nvmlReturn == lib.NVML_SUCCESS else None
+
+
+_MILLIWATTS: Final = 1000
+
+
+def activity(lib: Any, handle: object) -> Activity:  # noqa: ANN401 - pynvml has no types
+    """Read what a GPU does; what cannot be read is None, whatever the reason.
+
+    With MIG mode on, a GPU reports no utilization, and integrated GPUs report no power (nvml.h).
+    """
+    utilization = _try(lib, lambda: int(lib.nvmlDeviceGetUtilizationRates(handle).gpu))
+    temperature = _try(lib, lambda: int(lib.nvmlDeviceGetTemperature(handle, lib.NVML_TEMPERATURE_GPU)))
+    power = _try(lib, lambda: int(lib.nvmlDeviceGetPowerUsage(handle)) / _MILLIWATTS)
+    limit = _try(lib, lambda: int(lib.nvmlDeviceGetEnforcedPowerLimit(handle)) / _MILLIWATTS)
+    return Activity(utilization, temperature, power, limit)
 
 
 def processes(lib: Any, handle: object, *, integrated: bool) -> dict[int, GpuProcess]:  # noqa: ANN401

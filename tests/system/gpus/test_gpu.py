@@ -11,7 +11,7 @@ import pytest
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, ExhaustedError, GpuUnknownError, NoDriverError
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Unknown
+from mpsd.core.model import Activity, Gpu, GpuFault, GpuProcess, GpuUsage, Hardware, Inventory, Known, Unknown
 from mpsd.system.gpus import nvml_readings
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
@@ -249,6 +249,25 @@ def test_recovery(nvml: FakeNvml, gpus: Child) -> None:
     assert gpus.usage(second) == Known(GpuUsage(0))
     nvml.show(*_NODE, "recovery 0 4", _fault("nvmlDeviceGetFieldValues", _FUNCTION_NOT_FOUND))
     assert gpus.usage(first) == Known(GpuUsage(_USED))
+
+
+def test_activity(nvml: FakeNvml, gpus: Child) -> None:
+    """Utilization, temperature and power are read where the GPU reports them, each for itself; nothing else suffers."""
+    lines = (*_NODE, "clock 0 1980 71 612345", "activity 0 97 700")
+    nvml.show(*lines)
+    first, second = gpus.inventory().gpus
+
+    def read(gpu: Gpu) -> GpuUsage:
+        usage = gpus.usage(gpu)
+        assert isinstance(usage, Known)
+        return usage.value
+
+    assert read(first).activity == Activity(97, 71, 612.345, 700.0)
+    assert read(second).activity == Activity(None, 0, 0.0, None)
+    lacking = ("nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage")
+    nvml.show(*lines, *(_fault(each, _NOT_SUPPORTED, gpu=0) for each in lacking))
+    assert read(first) == GpuUsage(_USED)
+    assert read(first).activity == Activity(97, None, None, 700.0)
 
 
 def test_compute_mode_of_another_kind(nvml: FakeNvml, gpus: Child) -> None:

@@ -1,4 +1,4 @@
-"""The examples on the pages about other schedulers are valid for Kubernetes, and need no privilege."""
+"""The examples on the page about queue systems are valid for Kubernetes, and need no privilege."""
 
 import re
 from typing import Any, Final
@@ -10,19 +10,17 @@ import yaml
 from tests.container.manifests import CONTAINER, KUBERNETES, documents
 from tests.container.restricted import forbidden
 
-PAGES: Final = CONTAINER.parent / "docs" / "kubernetes"
+PAGE: Final = CONTAINER.parent / "docs" / "kubernetes" / "queues.md"
 VERSIONS: Final = ("1.34", "1.35", "1.36", "1.37")
 
 OTHERS: Final = ("volcano.sh", "x-k8s.io", "run.ai")
 """Kinds without a schema in Kubernetes."""
 
 
-def shown(page: str) -> list[Any]:
-    """Return the objects in the examples of a page."""
-    blocks = re.findall(
-        r"^```yaml\n(.*?)^```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    return [each for block in blocks for each in yaml.safe_load_all(block)]
+def shown() -> dict[str, list[Any]]:
+    """Return the objects in the example of each queue system."""
+    blocks = re.findall(r"^## (\w+)\n\n```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return {system: list(yaml.safe_load_all(block)) for system, block in blocks}
 
 
 def templates(each: Any) -> list[Any]:
@@ -32,10 +30,10 @@ def templates(each: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("page", ["volcano", "kueue", "kai"])
-def test_pages(page: str, version: str) -> None:
+@pytest.mark.parametrize("system", ["Volcano", "Kueue", "KAI"])
+def test_examples(system: str, version: str) -> None:
     """Each object and pod of Kubernetes' own is valid; pods are restricted, and request slices."""
-    objects = shown(page)
+    objects = shown()[system]
     for each in objects:
         if not each["apiVersion"].partition("/")[0].endswith(OTHERS):
             kubernetes_validate.validate(each, version, strict=True)
@@ -45,7 +43,7 @@ def test_pages(page: str, version: str) -> None:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {**template["metadata"], "name": page},
+            "metadata": {**template["metadata"], "name": system.lower()},
             "spec": template["spec"],
         }
         kubernetes_validate.validate(pod, version, strict=True)

@@ -218,7 +218,9 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/mpsd.toml": manual.example,
     "docs/reference/events.md": events_page,
     "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
-    "docs/kubernetes.md": partial(_page, "docs/kubernetes.md", "kubernetes-settings", kubernetes_table, ""),
+    "docs/kubernetes/operation.md": partial(
+        _page, "docs/kubernetes/operation.md", "kubernetes-settings", kubernetes_table, ""
+    ),
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
     **completions.FILES,
     **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},

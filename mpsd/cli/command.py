@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
 
@@ -164,6 +164,25 @@ def note(text: str) -> None:
     """Print a note for the user beside the output; a closed terminal is not an error."""
     with contextlib.suppress(OSError):
         click.echo(f"mpsctl: {as_here(plain(text))}", err=True)
+
+
+def attempt(items: Sequence[T], action: Callable[[T], None]) -> None:
+    """Run an action for each item, once; with several, an error of one does not stop the others.
+
+    The exit status is then the highest one. Raises MpsdError for a single item.
+    """
+    if len(items) == 1:
+        action(items[0])
+        return
+    worst = 0
+    for each in dict.fromkeys(items):
+        try:
+            action(each)
+        except MpsdError as error:
+            say(error)
+            worst = max(worst, error.exit_code)
+    if worst:
+        click.get_current_context().exit(worst)
 
 
 @contextlib.contextmanager

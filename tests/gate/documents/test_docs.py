@@ -146,3 +146,14 @@ def test_every_attack_is_named() -> None:
     assert "| strangers try to | protection | shown by |" in page  # test_promises_are_shown reads its rows
     named = {path for path, _ in _NAMED.findall(page)}
     assert {str(file.relative_to(ROOT)) for file in (ROOT / "tests/security").glob("test_*.py")} <= named
+
+
+def test_every_defect_is_shown() -> None:
+    """Each line of docs/internals/found.md, but for those that are not mended yet, ends with a test that exists."""
+    page = (ROOT / "docs/internals/found.md").read_text(encoding="utf-8").partition("\n## Not mended yet")[0]
+    lines = [line for line in page.splitlines() if line.startswith("- ")]
+    named = [_NAMED.search(line) for line in lines]
+    assert len(lines) > 250
+    assert [
+        line for line, test in zip(lines, named, strict=True) if not test or not line.endswith(test[0]) or not test[2]
+    ] == []

@@ -11,8 +11,10 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Self
+
+import pyte
 
 _DEADLINE: Final = 25.0
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;?=>]*[A-Za-z]|\x1b[=>]|\x1b\(.|\x1b\][^\x07]*\x07|\r")
@@ -71,6 +73,20 @@ class Terminal:
         while (found := re.compile(pattern, re.MULTILINE).search(self.text, behind)) is None:
             assert self._read(end), f"no {pattern!r} in:\n{self.text}"
         return found
+
+    def wait_for_screen(self, is_wanted: Callable[[list[str]], bool]) -> None:
+        """Wait until the lines of the screen are as they should be."""
+        end = time.monotonic() + _DEADLINE
+        while not is_wanted(self.screen):
+            assert self._read(end), "not so:\n" + "\n".join(self.screen)
+
+    @property
+    def screen(self) -> list[str]:
+        """The lines of the screen, after all output so far."""
+        lines, columns, *_ = struct.unpack("HHHH", fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, bytes(8)))
+        screen = pyte.Screen(columns, lines)
+        pyte.Stream(screen).feed(self.raw)
+        return [line.rstrip() for line in screen.display]
 
     def wait_for_the_end(self) -> int:
         end = time.monotonic() + _DEADLINE

@@ -34,11 +34,11 @@ def status(api: Api, listing: Listing) -> None:
 )
 @with_api
 def top(api: Api, every: float) -> None:
-    """Show the GPUs and their clients live, on a terminal.
+    """Show faults, GPUs and clients live, on a terminal.
 
-    Each row is a client, with the threads and memory of its lease on that GPU, and the memory that it holds; a lease
-    without a client has a row too. Keys: s sorts, / filters, r releases the lease of a row, d drains its control
-    daemon; both ask first.
+    Faults come first, then a row for each GPU, then the clients, those with a violation and those with most memory
+    first, and the leases without a client. Keys: ? shows all; f shows each fault with its remedy, Enter everything
+    about a row; k ends a client, r releases a lease, d drains a control daemon, x resets it, and each asks first.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("top needs a terminal; for a program: mpsctl clients -o json")

@@ -135,7 +135,7 @@ class Gpus:
         self._soon.set()
 
     def note_watcher(self) -> None:
-        """Read the GPUs soon for a caller who looks at them, and will look again; an idle node does not pay for that."""
+        """Read the GPUs soon, for a caller that looks at them and will look again. Without one, this costs nothing."""
         if all(clock.now() - began >= _WATCHED for began in self._began.values()):
             self._soon.set()
 

@@ -138,19 +138,19 @@ def events(  # noqa: PLR0917 - one option each
 
 def _list(form: str) -> str:
     """Return the kinds of events, with their levels, meanings and facts, and the meaning of each fact."""
-    kinds = sorted(EventName)
+    kinds, facts = sorted(EventName), COMMON | FACTS
     if form == "json":
         listed = [
             {"event": each, "levels": each.levels.split(), "meaning": each.meaning, "facts": facts_of(each)}
             for each in kinds
         ]
-        return render.as_json({"kinds": listed, "facts": {**COMMON, **FACTS}})
+        return render.as_json({"kinds": listed, "facts": facts})
     lines = list[tuple[str, str]]()
     for each in kinds:
         level = "" if each.levels == "info" else f" ({'/'.join(each.levels.split())})"
         lines += [(each, f"{each.meaning}{level}"), *([("", each.facts)] if each.facts else [])]
     lines += [("", ""), ("", "A fact with a ? is absent in some events."), ("", "")]
-    return render.columns([*lines, *COMMON.items(), *FACTS.items()]).replace("`", "")
+    return render.columns([*lines, *facts.items()]).replace("`", "")
 
 
 def _known_daemon(api: Api, daemon: str | None) -> str | None:

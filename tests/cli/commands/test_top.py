@@ -209,15 +209,15 @@ def test_filter_and_sort(node: Node) -> None:
         await until(pilot, lambda: len(rows(pilot)) == 2)
         await pilot.press("slash", *"sec")
         await until(pilot, lambda: names(pilot) == ["second"])
-        assert "1 row with sec" in text(pilot, "rule")
+        await until(pilot, lambda: "1 row with sec" in text(pilot, "rule"))
         await pilot.press("escape")
         await until(pilot, lambda: len(rows(pilot)) == 2)
         await pilot.press("s", "greater_than_sign")
         await until(pilot, lambda: names(pilot) == ["second", "first"])
-        assert text(pilot, "rule").endswith("by threads")
+        await until(pilot, lambda: text(pilot, "rule").endswith("by threads"))
         await pilot.press("I")
         await until(pilot, lambda: names(pilot) == ["first", "second"])
-        assert text(pilot, "rule").endswith("by threads, reversed")
+        await until(pilot, lambda: text(pilot, "rule").endswith("by threads, reversed"))
         await pilot.press("M")
         await until(pilot, lambda: text(pilot, "rule").endswith("by held, reversed"))
 
@@ -234,7 +234,7 @@ def test_waiting(node: Node) -> None:
 
         async def steps(pilot: Pilot[None]) -> None:
             await until(pilot, lambda: [row["STATE"] for row in rows(pilot)] == ["idle", "place 1"])
-            assert text(pilot, "rule").startswith("0 clients, 2 leases (1 waiting)")
+            await until(pilot, lambda: text(pilot, "rule").startswith("0 clients, 2 leases (1 waiting)"))
             await pilot.press("down", "enter")
             await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
             assert "waits for threads: " in on_top(pilot)
@@ -403,7 +403,7 @@ def test_hostile_text(short_tmp: Path) -> None:
                 for each in found:
                     assert "[bold]x[/bold]" in each
                     assert each.isprintable()
-                assert "2 leases of other users, of 5% and 1GiB" in text(pilot, "rule")
+                await until(pilot, lambda: "2 leases of other users, of 5% and 1GiB" in text(pilot, "rule"))
 
     with answering(short_tmp / "mpsd.sock", *map(http, answers)):
         asyncio.run(steps())
@@ -411,7 +411,7 @@ def test_hostile_text(short_tmp: Path) -> None:
 
 def test_another_version(short_tmp: Path) -> None:
     """An answer that lacks a field is reported as one of another version, and does not end the program."""
-    incomplete = ({"healthy": True}, {"gpus": []}, {"clients": []}, {"leases": []})
+    incomplete: tuple[dict[str, object], ...] = ({"healthy": True}, {"gpus": []}, {"clients": []}, {"leases": []})
 
     async def steps() -> None:
         with Api(str(short_tmp / "mpsd.sock")) as api:

@@ -42,6 +42,7 @@ def test_figures(start: Callable[..., Node]) -> None:
 def test_follows(start: Callable[..., Node], nvml: FakeNvml) -> None:
     """Whoever looks at the GPUs again and again sees them change, long before the next periodic reading."""
     node = start("activity 0 97 700")
-    for percent in (3, 50):
-        nvml.show(*ONE_GPU, f"activity 0 {percent} 700")
-        wait_until(lambda wanted=percent: activity(node.get("/v1/gpus").json)[0] == wanted, what="another reading")
+    nvml.show(*ONE_GPU, "activity 0 3 700")
+    wait_until(lambda: activity(node.get("/v1/gpus").json)[0] == 3, what="another reading")
+    nvml.show(*ONE_GPU, "activity 0 50 700")
+    wait_until(lambda: activity(node.get("/v1/gpus").json)[0] == 50, what="the next one")

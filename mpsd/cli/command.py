@@ -216,6 +216,25 @@ def note(text: str) -> None:
         click.echo(f"mpsctl: {as_here(plain(text))}", err=True)
 
 
+def attempt(items: Sequence[T], action: Callable[[T], None]) -> None:
+    """Run an action for each item, once; with several, an error of one does not stop the others.
+
+    The exit status is then the highest one. Raises MpsdError for a single item.
+    """
+    if len(items) == 1:
+        action(items[0])
+        return
+    worst = 0
+    for each in dict.fromkeys(items):
+        try:
+            action(each)
+        except MpsdError as error:
+            say(error)
+            worst = max(worst, error.exit_code)
+    if worst:
+        click.get_current_context().exit(worst)
+
+
 @contextlib.contextmanager
 def of_files() -> Iterator[None]:
     """Convert an OSError to an error that names the file."""

@@ -18,7 +18,7 @@ _COMMANDS: Final = {
     "events": ("events", "explain"),
     "lists": ("clients", "config", "daemons", "gpus", "leases", "show", "usage"),
     "metrics": ("metrics",),
-    "operate": ("drain", "hold", "pardon", "reload", "reset", "restart", "resume"),
+    "operate": ("drain", "end", "hold", "pardon", "reload", "reset", "restart", "resume"),
     "service": ("service",),
     "status": ("status", "top", "web"),
     "verify": ("verify",),

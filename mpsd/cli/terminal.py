@@ -105,6 +105,17 @@ class Progress:
             self._last = ""
 
 
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+
+def confirm(question: str) -> None:
+    """Ask before an act that others feel; without a yes, exit with 1. Raises click.UsageError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise click.UsageError(f"{plain(question)} Say so with --yes: there is no terminal to ask.")
+    if not click.confirm(plain(question), err=True):
+        click.get_current_context().exit(1)
+
+
 # -- shells ------------------------------------------------------------------------------------------------------------
 
 _DEFAULT: Final = "/bin/sh"

@@ -119,6 +119,10 @@ class Api(Connection):
         """Hold, drain, resume, restart or reset a control daemon."""
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
 
+    def end_client(self, pid: int) -> "answer_types.Operation":
+        """End a client, with a lease or without one."""
+        return cast("answer_types.Operation", self.post(f"/v1/clients/{pid}/end", {}))
+
     def canary(self, daemon: str) -> "answer_types.Canary":
         """Send a canary to a control daemon, and return its verdict; that takes at most as long as mpsd allows."""
         return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))

@@ -323,7 +323,7 @@ class Blocker(TypedDict):
     since: Time
 
 
-@answer("An operator's order to a control daemon, and its result.")
+@answer("An operator's order about a control daemon, or about a client of one, and its result.")
 class Operation(TypedDict):
     id: str
     daemon: str

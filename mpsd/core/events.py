@@ -211,6 +211,8 @@ class EventName(StrEnum):
         "A process violates its lease, or has none.", "{daemon}: violation ({kind}): {because}")
     VIOLATION_ENDED = ("violation_ended", "info", "kind pid lease daemon", "A violation has ended.",
         "{daemon}: violation ({kind}) of process {pid} has ended")
+    CLIENT_ENDING = ("client_ending", "warning", "pid uid leases because", "An administrator ends a client.",
+        "mpsd ends process {pid}: {because}")
     CLIENT_FORCED = ("client_forced", "warning", "step pid because server? failed?",
         "mpsd takes a step to end a client.", "mpsd is ending process {pid} ({step}): {because}")
     CLIENT_NOT_ENDED = ("client_not_ended", "warning", "pid because stays_because?", "A client cannot be ended yet.",

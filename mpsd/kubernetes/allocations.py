@@ -81,8 +81,14 @@ class Allocations(PodLeases):
         """Leases that mpsd refused to hand over since the last reconciliation."""
         self._waits_until: dict[str, float] = {}
         """By lease of a pod that was ending, the end of the wait for it (monotonic clock)."""
+        self._has_leases = False
+        """Whether containers had leases at the last reconciliation."""
         self._given: dict[tuple[str, Numbers], str] = {}
         """The allocations that no program has seen yet, by GPU and devices."""
+
+    @property
+    def are_needed(self) -> bool:
+        return self._has_leases
 
     def begin(self) -> None:
         super().begin()
@@ -284,6 +290,7 @@ class Allocations(PodLeases):
             leases = self._mpsd.claimed()
             self._report_lost(each.held for each in leases)
             known = {each.held.lease for each in leases}
+            self._has_leases = bool(known)
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
             self._waits_until = {lease: end for lease, end in self._waits_until.items() if lease in known}
             self._forget_all_but(known)

@@ -125,6 +125,8 @@ class Endpoint(Part):
                 for gpu in gpus.values():
                     own = recorded.get(gpu.uuid, frozenset())
                     healthy = capacity.healthy(self._kind, self._variant, gpu, own, self._settings)
+                    if self._board.is_leaving:
+                        healthy = frozenset()
                     for number in devices.numbers(self._kind, self._variant, gpu, self._settings):
                         name, health = devices.device_id(gpu.uuid, number), _HEALTH[number in healthy]
                         answer.devices.add(id=name, health=health)

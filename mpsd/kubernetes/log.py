@@ -20,6 +20,7 @@ from mpsd.system.host import log_output
 
 class EventName(StrEnum):
     PLUGIN_STARTED = "plugin_started"
+    PLUGIN_STAYS = "plugin_stays"
     PLUGIN_ENDED = "plugin_ended"
     RESOURCE_REGISTERED = "resource_registered"
     RESOURCE_NOT_REGISTERED = "resource_not_registered"

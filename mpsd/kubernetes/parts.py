@@ -29,6 +29,8 @@ class Board:
         self._changed = threading.Condition()
         self._gpus: Mapping[str, Gpu] = {}
         self._version = 0
+        self.is_leaving = False
+        """Whether nothing is offered to new pods any more, because the program is about to end."""
 
     @property
     def gpus(self) -> Mapping[str, Gpu]:
@@ -50,6 +52,13 @@ class Board:
             self._version += 1
             self._changed.notify_all()
             return True
+
+    def leave(self) -> None:
+        """Offer nothing to new pods any more."""
+        with self._changed:
+            self.is_leaving = True
+            self._version += 1
+            self._changed.notify_all()
 
     def await_gpus(self, seconds: float) -> None:
         """Wait until mpsd has reported its GPUs, at most this long: a program that has just started knows none."""

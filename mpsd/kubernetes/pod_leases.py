@@ -55,9 +55,9 @@ class PodLeases(Part, ABC):
         return bool(self._pending)
 
     @property
-    def end_by_call(self) -> bool:
-        """Whether there are leases that end only when kubelet calls; those of a device plugin end with their pods."""
-        return False
+    @abstractmethod
+    def are_needed(self) -> bool:
+        """Whether pods have leases, or what only a call of kubelet ends."""
 
     def begin(self) -> None:
         """Begin to work, before kubelet can call."""

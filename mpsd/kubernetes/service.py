@@ -125,14 +125,20 @@ class Service(Part):
             raise self._failure
 
     def _await_end(self) -> None:
-        """Return when a signal has come, and no call of kubelet is needed any more, or a second one has come.
+        """Return when a signal has come, and the pods need this program no more, or a second signal has come.
 
-        mpsd in the same pod, or a drained one, waits for leases that end by such a call.
+        They do while mpsd drains, as in a deleted pod: their containers restart and their leases end by calls of
+        kubelet, and the node's annotation shows them. An mpsd that has ended has removed its socket.
         """
         signal.sigwait(_SIGNALS)
-        while self._leases.end_by_call and signal.sigtimedwait(_SIGNALS, _SETTLING) is None:
-            if not any(each.kind == health.Kind.HOLD for each in self._board.gpus.values()):
+        self._board.leave()
+        while self._leases.are_needed and signal.sigtimedwait(_SIGNALS, _SETTLING) is None:
+            drains = any(each.kind == health.Kind.HOLD for each in self._board.gpus.values())
+            if not drains or not self._settings.socket.exists():
                 return
+            if self._log.is_new("end", "mpsd drains"):
+                hint = "it ends with the last lease of a pod; to end it now, send it another signal"
+                self._log.info(EventName.PLUGIN_STAYS, because="mpsd drains, and pods have leases", hint=hint)
 
     def _show(self, *, is_ready: bool) -> None:
         try:

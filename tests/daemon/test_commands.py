@@ -282,3 +282,18 @@ class TestCheck:
         refused = check(path)
         assert (refused.returncode, refused.stdout) == (78, "")
         assert "/mps/gpu0/control_privileged has 113 bytes" in refused.stderr
+
+
+def test_mpsd_imports_no_library_of_top(short_tmp: Path) -> None:
+    """A running mpsd has imported nothing that draws, not even what structlog would import of it."""
+    node = Node(root=short_tmp, simulate=1)
+    program = [sys.executable, "-X", "importtime", *node.command[1:]]
+    with node.stderr.open("wb") as log, subprocess.Popen(program, cwd=_ROOT, stderr=log) as mpsd:
+        wait_until(lambda: node.socket.exists() and node.get("/healthz").status == 200, what="mpsd to answer")
+        node.get("/metrics")
+        mpsd.terminate()
+    imported = re.findall(r"^import time:.*\| +([\w.]+)$", node.stderr.read_text(), re.MULTILINE)
+    assert "structlog" in imported
+    assert [
+        each for each in imported if each.startswith(("textual", "rich.", "pygments"))
+    ] == []  # rich itself: refused

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core import frameworks
-from mpsd.core.configuration.document import render
-from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.events import COMMON, FACTS, EventName, facts_of
-from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
-from mpsd.core.settings import rows_of
 from tests.gate import completions, manual, protocol
 from tests.gate.source import imports, modules
 
@@ -107,24 +103,6 @@ def rooms_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
-def kubernetes_table() -> str:
-    lines = [("setting", "default", "meaning")]
-    for row in rows_of("", kubernetes.Settings):
-        shown = render(row, row.default)
-        lines.append((f"`{row.key}`", shown if shown == "absent" else f"`{shown}`", row.help))
-    return _table(*lines)
-
-
-def doctor_tables() -> str:
-    """Return every check of doctor, in a table for each kind of thing that it inspects."""
-    tables = []
-    for family, checks in FAMILIES.items():
-        lines = [("check", "expected", "otherwise", "`--fix`")]
-        lines += [(f"`{check.id}`", check.right, check.why, check.mends) for check in checks]
-        tables.append(f"### {family}\n\n{_table(*lines)}")
-    return "\n\n".join(tables)
-
-
 def frameworks_table() -> str:
     """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU."""
     lines = [("framework", "takes by default", "setting", "others", "known by")]
@@ -200,7 +178,6 @@ def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> s
 
 
 _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
-    "docs/doctor.md": ("checks", doctor_tables),
     "docs/guide/user.md": ("frameworks", frameworks_table),
     "docs/reference/errors.md": ("errors", errors_table),
     "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),
@@ -218,9 +195,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/mpsd.toml": manual.example,
     "docs/reference/events.md": events_page,
     "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
-    "docs/kubernetes/operation.md": partial(
-        _page, "docs/kubernetes/operation.md", "kubernetes-settings", kubernetes_table, ""
-    ),
+    "docs/kubernetes/kubernetes.toml": manual.kubernetes_example,
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
     **completions.FILES,
     **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},

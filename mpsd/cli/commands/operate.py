@@ -1,16 +1,19 @@
-"""The commands of an operator: hold, drain, resume, restart, reset, reload and pardon."""
+"""The commands of an operator: hold, drain, resume, restart, reset, end, reload and pardon."""
 
+import os
 import time
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from mpsd.cli import users, views
-from mpsd.cli.command import SignalledError, print_answer, with_api, with_form
-from mpsd.cli.options import DURATION_OR_0, Adds, daemon_names, given, together
-from mpsd.cli.terminal import Progress, pauses, raised_signals
+from mpsd.cli.command import SignalledError, attempt, print_answer, with_api, with_form
+from mpsd.cli.options import DURATION_OR_0, Adds, client_pids, daemon_names, given, together
+from mpsd.cli.render import size
+from mpsd.cli.terminal import Progress, confirm, pauses, raised_signals
 from mpsd.client import Api
-from mpsd.core.errors import UnreachableError
+from mpsd.core.errors import NotFoundError, UnreachableError
+from mpsd.core.sanitize import plain
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
             raise click.UsageError("Name one DAEMON, or all of them with --all.")
         names = [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
         begun = (api.operate(name, verb, given(**body)) for name in names)
-        ended = begun if no_wait else [_follow(api, each) for each in [*begun]]
+        ended = begun if no_wait else [_follow(api, each, f"mpsctl resume {each['daemon']}") for each in [*begun]]
         has_failed = False
         for each in ended:
             print_answer(form, each, views.operation)
@@ -58,8 +61,11 @@ def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
     )(decorate(command))
 
 
-def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":
-    """Show the progress of an operation, and return it when it has ended; a restart of mpsd does not stop this."""
+def _follow(api: Api, operation: "answer_types.Operation", cancel: str = "") -> "answer_types.Operation":
+    """Show the progress of an operation, and return it when it has ended; a restart of mpsd does not stop this.
+
+    `cancel` is the command that cancels it, if there is one.
+    """
     progress, until_next = Progress(), pauses()
     with raised_signals():
         try:
@@ -70,11 +76,13 @@ def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Oper
                 except UnreachableError:
                     progress.show(f"{operation['daemon']}: mpsd is gone; the next mpsd continues the operation")
                     continue
+                except NotFoundError:  # an end that was over when mpsd was restarted
+                    return {**operation, "state": "done"}
                 if operation["state"] == _RUNNING and operation["waits_for"]:
                     waits = f"{operation['daemon']}: {operation['verb']} waits for {_blockers(operation)}"
                     progress.show(f"{operation['daemon']}: {operation['because']}", brief=waits)
         except SignalledError:
-            progress.say(f"{operation['id']} continues; to cancel it: mpsctl resume {operation['daemon']}")
+            progress.say(f"{operation['id']} continues{cancel and f'; to cancel it: {cancel}'}")
             raise
         finally:
             progress.erase()
@@ -101,6 +109,63 @@ reset = _of_daemons(
     "Clear the deaths of a failed control daemon, the Xid errors that its GPU reported, and the record of a"
     " changed compute mode, then try again. A running control daemon is not affected.",
 )
+
+
+@click.command()
+@click.argument(
+    "pids", metavar="PID...", nargs=-1, required=True, type=click.IntRange(1, 2**31 - 1), shell_complete=client_pids
+)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask before the end of another user's process.")
+@_NO_WAIT
+@with_form()
+@with_api
+def end(api: Api, pids: tuple[int, ...], form: str, *, yes: bool, no_wait: bool) -> None:
+    """End clients of MPS, with a lease or without one. For administrators.
+
+    The server of a client ends its work on the GPU before any signal (terminate_client): a plain kill can take the
+    other clients of its GPU down. Its lease lives on if another process holds it; to end a lease with all of its
+    clients: mpsctl release --end-clients LEASE. Ctrl-C stops the waiting, not the end.
+
+    \b
+        mpsctl clients
+        mpsctl end 4711
+    """  # noqa: D301 - click knows by that character what not to wrap
+    found = {each["pid"]: each for each in api.clients()["clients"]}
+    begun: dict[int, answer_types.Operation] = {}
+
+    def begin(pid: int) -> None:
+        client = found.get(pid)
+        if not yes and (client is None or client["uid"] != os.getuid()):
+            confirm(f"End {_client(client, pid)}?")
+        begun[pid] = api.end_client(pid)
+
+    def follow(pid: int) -> None:
+        ended = begun[pid] if no_wait else _follow(api, begun[pid])
+        print_answer(form, ended, lambda safe: _ended(api, found.get(pid), safe))
+
+    try:
+        attempt(pids, begin)
+    finally:
+        attempt([*begun], follow)
+
+
+def _client(client: "answer_types.Client | None", pid: int) -> str:
+    """Describe a client: its process, user, GPU, memory and lease."""
+    if client is None:
+        return f"process {pid}, which no server lists now"
+    held = "" if client["memory_held"] is None else f", holds {size(client['memory_held'])}"
+    user = "an unknown user" if client["uid"] is None else users.name_of(client["uid"])
+    lease = f"lease {client['lease']}" if client["lease"] else "no lease"
+    return f"process {pid} ({client['name']}) of {user} on {client['daemon']}{held}, with {lease}"
+
+
+def _ended(api: Api, client: "answer_types.Client | None", operation: "answer_types.Operation") -> str:
+    """Describe the end of a client, and what became of its lease."""
+    if operation["state"] == _RUNNING or client is None or client["lease"] is None:
+        return views.operation(operation)
+    lease = api.lease(client["lease"])
+    state = "has ended" if lease["state"] == "ended" else f"lives on; to end it, too: mpsctl release {lease['id']}"
+    return f"{views.operation(operation)}\n{plain(lease['id'])} {state}"
 
 
 @click.command()

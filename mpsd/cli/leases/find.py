@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import SignalledError, note, say
+from mpsd.cli.command import SignalledError, attempt, note
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, MpsdError, NotFoundError, UnreachableError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -90,21 +90,9 @@ def _described(lease: "answer_types.Lease") -> str:
 def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> None:
     """Run an action for each named lease, or for this process's own lease without a name.
 
-    With several leases, an error of one does not stop the others, and the exit status is the highest one. Raises
-    MpsdError for a single lease.
+    Errors are those of `attempt`.
     """
-    if len(meant) <= 1:
-        action(find(api, meant[0] if meant else None))
-        return
-    worst = 0
-    for each in dict.fromkeys(meant):
-        try:
-            action(find(api, each))
-        except MpsdError as error:
-            say(error)
-            worst = max(worst, error.exit_code)
-    if worst:
-        click.get_current_context().exit(worst)
+    attempt(meant or [None], lambda each: action(find(api, each)))
 
 
 # -- the end of a lease with its clients -------------------------------------------------------------------------------

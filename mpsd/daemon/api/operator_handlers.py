@@ -18,7 +18,7 @@ from mpsd.daemon.node.node import Node
 from mpsd.system import clock
 
 _MOST_DIGITS: Final = 10
-"""Digits of the largest uid."""
+"""Digits of the largest uid; a pid has fewer."""
 
 _MOST_DONE: Final = 256
 """Completed operations that can still be queried."""
@@ -122,16 +122,19 @@ class OperatorHandlers:
 
     async def pardon(self, request: Request) -> None:
         """Lift the quarantine of a uid; stored before the answer."""
-        uid = request.names["uid"]
-        if not (uid.isascii() and uid.isdecimal() and len(uid) <= _MOST_DIGITS):
-            raise NotFoundError(f"{uid!r} is not a uid", hint="those that are quarantined: mpsctl status")
-        self._node.quarantine.pardon(int(uid), request.uid)
+        uid = _number(request, "uid", hint="those that are quarantined: mpsctl status")
+        self._node.quarantine.pardon(uid, request.uid)
+
+    async def end_client(self, request: Request) -> answer_types.Operation:
+        """End a client, with a lease or without one; stored before the answer."""
+        pid = _number(request, "pid", hint="for those that can be ended: mpsctl clients")
+        return rendering.operation(await self._node.client_ends.begin(pid, request.uid))
 
     async def operation(self, request: Request) -> answer_types.Operation:
         operation = request.names["id"]
         if operation in self._operations:
             return self._operations[operation]
-        found = self._node.control_daemons.operation(operation)
+        found = self._node.control_daemons.operation(operation) or self._node.client_ends.operation(operation)
         if found is None:
             raise NotFoundError(
                 f"there is no operation {operation!r}",
@@ -139,6 +142,14 @@ class OperatorHandlers:
                 " control daemon are kept for good",
             )
         return rendering.operation(found)
+
+
+def _number(request: Request, name: str, *, hint: str) -> int:
+    """Return the number with this name in the path. Raises NotFoundError for any other text."""
+    text = request.names[name]
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        raise NotFoundError(f"{text!r} is not a {name}", hint=hint)
+    return int(text)
 
 
 def _quoted(reason: str | None) -> str:

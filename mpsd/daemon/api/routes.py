@@ -95,6 +95,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
          "listDaemons", "The control daemons, their limits and their servers"),
     _row("GET /v1/clients", lambda h: h.node.clients, table.json(answer_types.Clients),
          "listClients", "The clients of MPS, with their leases", in_turns=True),
+    _row("POST /v1/clients/{pid}/end", lambda h: h.operators.end_client, table.json(answer_types.Operation, 202),
+         "endClient", "End a client, with a lease or without one", role=Role.ADMIN, errors=(409, 507)),
     _row("GET /v1/leases", lambda h: h.leases.leases, table.json(answer_types.Leases),
          "listLeases", "The leases that the caller may see", query=LeasesQuery, in_turns=True),
     _row("GET /v1/leases/{id}", lambda h: h.leases.lease, table.json(answer_types.Lease),

@@ -15,6 +15,7 @@ from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.steps import DaemonOfClients, EndingParts, EndSteps, EndStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
@@ -30,6 +31,8 @@ class Endings:
         self._store, self._log = store, log
         self._parts = EndingParts(store, settings, log)
         self._daemons, self.suspected, self.changed = self._parts.daemons, self._parts.suspected, self._parts.changed
+        self.over = Signal[Ending]()
+        """A process is gone that was being ended."""
         self._steps: dict[ProcessIdentity, EndSteps] = {}
         self._tasks: dict[ProcessIdentity, asyncio.Task[None]] = {}
         self._not_stored = ""
@@ -161,6 +164,10 @@ class Endings:
             return None
         return steps.progress
 
+    def all(self) -> Iterator[tuple[Ending, str]]:
+        """Yield the endings in progress, each with the reason why it cannot proceed now, if there is one."""
+        yield from ((each.ending, each.progress.stays) for each in self._steps.values())
+
     def late_on(self, daemon: str) -> str:
         """Say which server of a control daemon may refuse clients because it is late; empty where none is.
 
@@ -189,6 +196,7 @@ class Endings:
         self._forget(target)
         if self._steps.get(target) is steps:
             del self._steps[target], self._tasks[target]
+        self.over.send(steps.ending)
         self.changed.send()
 
     def _forget(self, target: ProcessIdentity) -> None:

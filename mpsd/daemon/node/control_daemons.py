@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
 from mpsd.core import gpu_names, gpus
 from mpsd.core.errors import NotFoundError, StorageError
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Known, Lease
+from mpsd.core.model import Daemon, Known
 from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
@@ -155,10 +156,9 @@ class ControlDaemons:
                 while any(each.state in {State.DOWN, State.STARTING} for each in self._supervisors.values()):
                     await self._touched.wait()
 
-    async def ask(self, lease: Lease) -> list[str]:
-        """Query the control daemons of a lease again; return those that did not answer in time."""
-        there = {share.daemon for share in lease.shares}
-        answered = {name: each.questions.ask() for name, each in self._supervisors.items() if name in there}
+    async def ask(self, daemons: Collection[str]) -> list[str]:
+        """Query control daemons again, by name; return those that did not answer in time."""
+        answered = {name: each.questions.ask() for name, each in self._supervisors.items() if name in daemons}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):

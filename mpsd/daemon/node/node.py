@@ -29,6 +29,7 @@ from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.daemon.leases.leases import Leases, stopping
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.admission_checks import AdmissionChecks
+from mpsd.daemon.node.client_ends import ClientEnds
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.node.user_groups import UserGroups
@@ -90,6 +91,7 @@ class Node:
         self.violation_monitor = ViolationMonitor(
             leases, endings, settings=settings, quarantine=quarantine, client_record=record, reader=reader, log=log
         )
+        self.client_ends = ClientEnds(control_daemons, gpus, leases, endings, log)
         self.user_groups = UserGroups(reader)
         self._checks = AdmissionChecks(
             leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, reader=reader, log=log
@@ -197,7 +199,7 @@ class Node:
 
     async def refresh(self, lease: Lease) -> list[str]:
         """Query the control daemons and the GPUs of a lease again; return the daemons that did not answer in time."""
-        late = await self.control_daemons.ask(lease)
+        late = await self.control_daemons.ask({share.daemon for share in lease.shares})
         asked = clock.monotonic()
         async with self._refreshing:
             await asyncio.sleep(0)  # those who were answered at the same moment share this reading, too

@@ -306,7 +306,7 @@ class Driver(PodLeases):
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
     @property
-    def end_by_call(self) -> bool:
+    def are_needed(self) -> bool:
         """Whether claims are prepared: kubelet keeps their pods' control groups until they are unprepared."""
         return bool(self._store.all())
 

@@ -1,5 +1,6 @@
 """Permissions on every route, by the uid and groups that the kernel reports."""
 
+import os
 from typing import Any, Final
 
 import pytest
@@ -71,6 +72,7 @@ def targets(node: Node, lease: Any) -> dict[str, str]:
         "/operations/{id}": f"/operations/{operation}",
         "{name}": "gpu0",
         "{uid}": str(OTHER),  # this uid has no quarantine
+        "{pid}": str(os.getpid()),  # it is no client
     }
     found = {}
     for _, path, _ in ALL_ROUTES:

@@ -12,7 +12,7 @@ from mpsd.kubernetes.node_report import Pace
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer, merged
 from tests.kubernetes.dra.cluster import NODE
-from tests.kubernetes.plugin.cluster import SLICE, StandIn
+from tests.kubernetes.plugin.cluster import SLICE, StandIn, StandInPod
 from tests.kubernetes.plugin.conftest import MakeCluster, account
 
 OPERATORS = {"mpsd.internal/sharing": "true"}
@@ -49,12 +49,8 @@ def test_a_pod_that_was_given_no_lease(cluster: StandIn, api_server: ApiServer) 
     asked = {"threads": 0.1, "memory": "1MiB", "holder": holder, "owner": owner}
     assert cluster.node.request("POST", "/v1/leases", asked).status == 201
 
-    def shares() -> object:
-        notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
-        return json.loads(notes["mpsd.internal/state"])["gpus"][0]["shares"] if notes else []
-
-    wait_until(shares, what="the share to be reported")
-    assert shares() == [["", 0.1, 1]]
+    wait_until(lambda: shares(api_server), what="the share to be reported")
+    assert shares(api_server) == [["", 0.1, 1]]
 
 
 @pytest.fixture
@@ -78,6 +74,50 @@ def test_leaves_nothing(labelled: StandIn, api_server: ApiServer, number: int) -
     wait_until(lambda: "mpsd.internal/gpus" in metadata_of(api_server), what="labels")
 
 
+class TestDrain:
+    """mpsd and the plugin in one deleted pod: it serves the node's pods until the last one has ended."""
+
+    @pytest.fixture
+    def pod(self, make_cluster: MakeCluster, api_server: ApiServer) -> StandInPod:
+        """Return a pod with a lease of an mpsd that drains."""
+        settings = {**account(api_server), "REPORT_INTERVAL": "0.5"}
+        cluster = make_cluster(arguments=("--stop-daemons-on-exit",), settings=settings)
+        pod = cluster.create({"main": {SLICE: 25}})
+        pod.start("main")
+        cluster.await_held(pod)
+        wait_until(lambda: pod.uid in str(shares(api_server)), what="the share to be reported")
+        assert cluster.plugin is not None
+        assert cluster.node.process is not None
+        for each in (cluster.plugin, cluster.node.process):
+            each.send_signal(signal.SIGTERM)
+        wait_until(lambda: cluster.log("plugin_stays"), what="the plugin to see mpsd's drain")
+        assert "mpsd is stopping" in str(state_of(api_server))
+        return pod
+
+    def test_serves(self, pod: StandInPod, api_server: ApiServer) -> None:
+        """It offers nothing more, restarts containers, and shows what they have; and ends when they have ended."""
+        cluster = pod.cluster
+        wait_until(lambda: cluster.healthy(SLICE) == 0, what="nothing to be offered")
+        pod.containers.pop("main").end()
+        pod.start("main")
+        assert len(cluster.held(pod)) == 1
+        assert pod.uid in str(shares(api_server))
+        pod.delete()
+        assert cluster.plugin is not None
+        assert cluster.plugin.wait(20) == 0
+        cluster.plugin = None
+        assert metadata_of(api_server) == {}
+        assert state_of(api_server) is None
+        assert cluster.node.process is not None
+        assert cluster.node.process.wait(20) == 0
+
+    def test_second_signal(self, pod: StandInPod, api_server: ApiServer) -> None:
+        """A second signal ends it at once, and it leaves nothing."""
+        assert pod.cluster.end_plugin() == 0
+        assert metadata_of(api_server) == {}
+        assert state_of(api_server) is None
+
+
 @pytest.mark.parametrize("refusal", [403, 429, None])
 def test_cannot_remove_its_labels(labelled: StandIn, api_server: ApiServer, refusal: int | None) -> None:
     """A plugin ends also where the API server refuses, is too busy, or away; the log says what is left."""
@@ -94,13 +134,11 @@ def test_is_renewed(make_cluster: MakeCluster, api_server: ApiServer) -> None:
     durations = {"mpsd.kubernetes.node_report._RENEWAL": 1.0}
     make_cluster(settings={**account(api_server), "REPORT_INTERVAL": "0.5"}, durations=durations)
 
-    def state() -> Any:
-        notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
-        return json.loads(notes["mpsd.internal/state"]) if notes else None
-
-    first = wait_until(state, what="the annotation")
+    first = wait_until(lambda: state_of(api_server), what="the annotation")
     assert datetime.now(tz=UTC) - datetime.fromisoformat(first["at"]) < timedelta(minutes=5)
-    later = wait_until(lambda: each if (each := state())["at"] > first["at"] else None, what="it to be renewed")
+    later = wait_until(
+        lambda: each if (each := state_of(api_server))["at"] > first["at"] else None, what="it to be renewed"
+    )
     assert {**later, "at": ""} == {**first, "at": ""}
     assert first["due"] == 1
 
@@ -126,3 +164,15 @@ def metadata_of(api_server: ApiServer) -> dict[str, str]:
     """Return the labels of the Node."""
     labels: dict[str, str] = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("labels", {})
     return labels
+
+
+def state_of(api_server: ApiServer) -> Any:
+    """Return the annotation of the Node; None where it has none."""
+    notes = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("annotations", {})
+    return json.loads(notes["mpsd.internal/state"]) if notes else None
+
+
+def shares(api_server: ApiServer) -> Any:
+    """Return the shares of the Node's first GPU in its annotation."""
+    state = state_of(api_server)
+    return [] if state is None else state["gpus"][0]["shares"]

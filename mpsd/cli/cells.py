@@ -3,6 +3,9 @@
 from typing import Final
 
 CUT: Final = "…"
+_DRAWN: Final = f"█░{CUT}"
+_COMBINING: Final = "\u0300"
+"""The first combining character; before it, all printable ones take one cell."""
 _EMOJI: Final = "\ufe0f"
 """VARIATION SELECTOR-16: it asks for the emoji of the character before it, which takes two cells on most terminals."""
 
@@ -13,7 +16,9 @@ def cells(text: str) -> int:
 
 
 def _cells(character: str) -> int:
-    from unicodedata import category, east_asian_width  # most texts are ASCII
+    if character < _COMBINING or character in _DRAWN:
+        return 1
+    from unicodedata import category, east_asian_width  # most texts do without
 
     if character == _EMOJI:
         return 1

@@ -169,8 +169,8 @@ class Listed(NamedTuple):
         return out.getvalue().removesuffix("\n")
 
     def names(self) -> str:
-        """Return the name of each row, one in a line."""
-        return "\n".join(row[0] for row in self.rows)
+        """Return the names, one in a line; several rows may have one."""
+        return "\n".join(dict.fromkeys(row[0] for row in self.rows))
 
 
 _Order: TypeAlias = tuple[float, str]

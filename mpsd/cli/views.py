@@ -175,7 +175,7 @@ DAEMONS: Final = columns_of(
 
 def daemons(answer: "answer_types.Daemons", now: datetime) -> Listed:
     """List the control daemons, with their limits, and the problems of each."""
-    lines = list[str]()
+    listed, lines = _daemons(answer["daemons"], now), list[str]()
     for daemon in answer["daemons"]:
         lines += [as_here(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
@@ -185,7 +185,7 @@ def daemons(answer: "answer_types.Daemons", now: datetime) -> Listed:
             lines.append(
                 f"{name}: it was started with a different {settings}; to apply the change: mpsctl restart {name}"
             )
-    return _daemons(answer["daemons"], now)._replace(below=lines)
+    return listed._replace(below=lines)
 
 
 def _daemons(daemons: "list[answer_types.Daemon]", now: datetime, columns: int | None = None) -> Listed:

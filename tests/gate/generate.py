@@ -118,12 +118,17 @@ def frameworks_table() -> str:
 
 def events_page() -> str:
     """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
-    kinds = []
+    sections: dict[str, list[str]] = {shared: [] for shared in ("", "daemon", "lease uid pid")}
     for kind in EventName:
-        facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(kind).items())
+        shared = next(each for each in reversed(sections) if {*each.split()} <= {*kind.facts.split()})
+        own = [
+            f"`{fact}`" if always else f"`{fact}`?"
+            for fact, always in facts_of(kind).items()
+            if fact not in shared.split()
+        ]
         level = "" if kind.levels == "info" else f" ({'/'.join(kind.levels.split())})"
-        kinds.append(f"- `{kind}`{level}: {kind.meaning} {facts}".rstrip())
-    listed = "\n".join(kinds)
+        sections[shared].append(f"- `{kind}`{level}: {kind.meaning} {', '.join(own)}".rstrip())
+    node, daemons, leases = ("\n".join(lines) for lines in sections.values())
     facts = "\n".join(f"- `{name}`: {meaning}" for name, meaning in (*COMMON.items(), *FACTS.items()))
     return f"""# Events
 
@@ -139,7 +144,21 @@ A program must ignore unknown kinds and facts, because later releases may add so
 Each kind has its level (`info` where none is named), its meaning and its facts. One with a `?` is absent in some
 events.
 
-{listed}
+### The node, its GPUs and clients
+
+{node}
+
+### Control daemons and servers
+
+Each has `daemon` as well.
+
+{daemons}
+
+### Leases
+
+Each has `lease`, `uid` and `pid` as well.
+
+{leases}
 
 ## Facts
 

@@ -19,7 +19,7 @@ from mpsd.cli.history.story import Story, lines_of, story_of
 from mpsd.cli.options import MOMENT, TIME, UID, daemon_names, gpu_names, lease_names
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, UnreachableError
-from mpsd.core.events import EventName
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.sanitize import harmless_json, plain
 
 if TYPE_CHECKING:
@@ -76,7 +76,12 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
     shell_complete=_kind_names,
     help="Only those of this kind, or of a pattern such as 'lease_*'; may be repeated.",
 )
-@click.option("--kinds", "list_kinds", is_flag=True, help="List the kinds of events, and nothing else.")
+@click.option(
+    "--kinds",
+    "list_kinds",
+    is_flag=True,
+    help="List the kinds of events with their meaning and facts, and nothing else.",
+)
 @click.option(
     "--after",
     type=click.IntRange(min=0),
@@ -110,7 +115,7 @@ def events(  # noqa: PLR0917 - one option each
     facts; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of mpsd leaves no gap.
     """
     if list_kinds:
-        click.echo("\n".join(sorted(EventName)))
+        click.echo(_list(form))
         return
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
@@ -129,6 +134,23 @@ def events(  # noqa: PLR0917 - one option each
         sys.stdout.flush()
     if nothing and form != "json":
         click.echo("no events")
+
+
+def _list(form: str) -> str:
+    """Return the kinds of events, with their levels, meanings and facts, and the meaning of each fact."""
+    kinds, facts = sorted(EventName), COMMON | FACTS
+    if form == "json":
+        listed = [
+            {"event": each, "levels": each.levels.split(), "meaning": each.meaning, "facts": facts_of(each)}
+            for each in kinds
+        ]
+        return render.as_json({"kinds": listed, "facts": facts})
+    lines = list[tuple[str, str]]()
+    for each in kinds:
+        level = "" if each.levels == "info" else f" ({'/'.join(each.levels.split())})"
+        lines += [(each, f"{each.meaning}{level}"), *([("", each.facts)] if each.facts else [])]
+    lines += [("", ""), ("", "A fact with a ? is absent in some events."), ("", "")]
+    return render.columns([*lines, *facts.items()]).replace("`", "")
 
 
 def _known_daemon(api: Api, daemon: str | None) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import end, run_mpsctl, start_mpsctl
 from tests.node import Node
@@ -98,6 +99,16 @@ def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> No
     done = node.mpsctl("events", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
+
+
+def test_kinds(node: Node) -> None:
+    """The list of kinds has each with its facts, and the meaning of each fact, for people and for programs."""
+    lines = node.mpsctl("events", "--kinds").stdout.splitlines()
+    first = {line.split()[0] for line in lines if line and not line.startswith(" ")}
+    assert {*EventName, *FACTS, *COMMON} <= first
+    listed = json.loads(node.mpsctl("events", "--kinds", "-o", "json").stdout)
+    assert {each["event"]: each["facts"] for each in listed["kinds"]} == {each: facts_of(each) for each in EventName}
+    assert listed["facts"].keys() == {*FACTS, *COMMON}
 
 
 @pytest.mark.parametrize("form", ["table", "wide", "json"])

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import ClassVar, Final
 
-from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,6 +14,7 @@ from textual.events import DescendantFocus
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
+from mpsd.cli.cells import cells, cut, padded
 from mpsd.cli.render import age, plural
 from mpsd.cli.top import picture
 from mpsd.cli.top.picture import Entry, Fault, GpuRow, Picture
@@ -137,22 +137,24 @@ class Rows(DataTable[Text]):
         self._moved = moved
         self._keys: list[str] = []
         self._headings: list[str] = []
+        self._widths: list[int] = []
 
     def write(self, headings: list[str], keys: list[str], texts: list[list[str]]) -> None:
         """Show these rows; cells that did not change are not drawn again."""
-        if headings == self._headings and keys == self._keys:
-            for key, cells in zip(keys, texts, strict=True):
-                for heading, cell in zip(headings, cells, strict=True):
+        widths = [max(map(cells, column)) for column in zip(headings, *texts, strict=True)]
+        if (headings, widths, keys) == (self._headings, self._widths, self._keys):
+            for key, row in zip(keys, texts, strict=True):
+                for heading, cell in zip(headings, row, strict=True):
                     if self.get_cell(key, heading).plain != cell:
-                        self.update_cell(key, heading, _cell(cell), update_width=True)
+                        self.update_cell(key, heading, _cell(cell))
             return
         chosen, top = self.chosen, self.scroll_y
         self.clear(columns=True)
-        for heading in headings:
-            self.add_column(heading, key=heading)
-        for key, cells in zip(keys, texts, strict=True):
-            self.add_row(*map(_cell, cells), key=key)
-        self._keys, self._headings = keys, headings
+        for heading, width in zip(headings, widths, strict=True):
+            self.add_column(heading, key=heading, width=width)
+        for key, row in zip(keys, texts, strict=True):
+            self.add_row(*map(_cell, row), key=key)
+        self._keys, self._headings, self._widths = keys, headings, widths
         if chosen in keys:
             self.move_cursor(row=keys.index(chosen), scroll=False)
             self.scroll_to(y=top, animate=False)
@@ -223,6 +225,7 @@ class Top(App[None]):
         self._gpus, self._table = Rows("gpus", self._write_rule), Rows("rows", self._write_rule)
         self._filter = Input(id="filter", placeholder="show only rows with this text; Enter keeps it, Esc clears it")
         self._asking = threading.Lock()
+        self._commands: dict[tuple[int, str], str] = {}
         self._picture: Picture | None = None
         self._error: MpsdError | None = None
         self._shown: list[Entry] = []
@@ -250,7 +253,7 @@ class Top(App[None]):
 
     def _ask(self) -> None:
         try:
-            taken = picture.take(self._api)
+            taken = picture.take(self._api, self._commands)
         except MpsdError as error:
             self._api.close()
             self.call_from_thread(self._fail, error)
@@ -317,9 +320,9 @@ class Top(App[None]):
             old = f"OLD: what follows is of {taken.time}, {age(taken.at.isoformat(), now)} ago; {said}"
             self._headline.write(Text(old, style="bold red reverse"))
             return
-        left, right = f"{taken.headline}", taken.time
-        left = set_cell_size(left, max(self.size.width - cell_len(right) - 1, 0))
-        self._headline.write(Text.assemble((left, "bold green" if taken.healthy else "bold red"), " ", right))
+        room = max(self.size.width - cells(taken.time) - 1, 1)
+        left = padded(cut(taken.headline, room), room)
+        self._headline.write(Text.assemble((left, "bold green" if taken.healthy else "bold red"), " ", taken.time))
 
     def _write_rule(self) -> None:
         """Show what the rows are, how many of them there are, and which of them are on the screen."""
@@ -503,13 +506,11 @@ def _fault_lines(faults: Sequence[Fault], width: int, lines: int) -> Text:
     shown = faults if len(faults) <= lines else faults[: lines - 1]
     text = Text(no_wrap=True)
     for each in shown:
-        text.append(picture.cut(each.because, width) + "\n", _FAULT_COLOURS[each.word])
+        text.append(cut(each.because, width) + "\n", _FAULT_COLOURS[each.word])
         if has_remedies:
-            text.append(picture.cut(f"  -> {each.remedy}", width) + "\n")
+            text.append(cut(f"  -> {each.remedy}", width) + "\n")
     if rest := faults[len(shown) :]:
-        text.append(
-            picture.cut(f"and {len(rest)} more ({picture.count(rest)}): f shows all", width) + "\n", "bold reverse"
-        )
+        text.append(cut(f"and {len(rest)} more ({picture.count(rest)}): f shows all", width) + "\n", "bold reverse")
     text.right_crop(1)
     return text
 

@@ -4,14 +4,13 @@ A lease without a client has a row too, since it holds capacity, and so has a re
 harmless here.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from rich.cells import cell_len, set_cell_size
-
 from mpsd.cli.command import of_one_version
+from mpsd.cli.command_lines import of_clients
 from mpsd.cli.render import (
     UNKNOWN,
     amounts,
@@ -40,15 +39,16 @@ GPUS: Final = columns_of(
 COLUMNS: Final = columns_of(
     ("PID", "USER", "GPU", "HELD", "GRANTED", "THREADS", "STATE", "NAME", "LEASE", "HOLDER", "COMMAND"),
     drops=("HOLDER", "LEASE", "COMMAND"),
+    cuts=("USER", "NAME", "HOLDER", "COMMAND"),
 )
 
+_WITH_COMMANDS: Final = 100
+"""The width from which on there are command lines beside names."""
 _ENCODING: Final = "utf-8"
 """The encoding of the screen, which Textual uses for its own drawing."""
 _NONE: Final = "-"
 _NOTHING: Final = Figure(_NONE, -1)
 _TIME: Final = "%H:%M:%S"
-_LONGEST: Final = 4
-"""The part of the width that a name or another text of a user gets: a quarter. A row in full has all of it."""
 
 BAD: Final = frozenset(
     {"violation", "faulty", "failed", "unknown", "misconfigured", "wedged", "unresponsive", "no lease"}
@@ -90,6 +90,8 @@ class Entry(NamedTuple):
     """0 for a client with a violation, then other clients, idle leases, and requests that wait."""
     cells: tuple[str, ...]
     """In the order of COLUMNS."""
+    command: str = ""
+    """The command line of a client, as far as the caller may see it."""
 
 
 class Picture(NamedTuple):
@@ -115,23 +117,35 @@ class Picture(NamedTuple):
         return self.at.strftime(_TIME)
 
 
-def take(api: Api) -> Picture:
+def take(api: Api, commands: dict[tuple[int, str], str]) -> Picture:
     """Query mpsd, and return its answers.
+
+    `commands` is what was read of command lines before: each is read once, since that can take long.
 
     Raises UnreachableError, the errors of mpsd's answers, and InternalError for an mpsd of another version.
     """
     status, gpus = plain(api.status()), plain(api.gpus())
     clients, leases = plain(api.clients()), plain(api.leases())
     with of_one_version():
+        _read_commands(clients["clients"], commands)
         daemons = {each["gpu"]: each for each in status["daemons"]}
         return Picture(
             datetime.now(UTC).astimezone(),
             status["healthy"],
             tuple(_faults(status)),
             tuple(_gpu(each, daemons.get(each["uuid"] or "")) for each in gpus["gpus"]),
-            tuple(_entries(clients["clients"], leases["leases"])),
+            tuple(_entries(clients["clients"], leases["leases"], commands)),
             _of_others(leases["others"]),
         )
+
+
+def _read_commands(clients: "list[answer_types.Client]", commands: dict[tuple[int, str], str]) -> None:
+    """Read the command lines of new clients, and forget those of clients that are gone."""
+    there = {(each["pid"], each["name"]): each for each in clients}
+    for gone in commands.keys() - there:
+        del commands[gone]
+    found = of_clients(each for key, each in there.items() if key not in commands)
+    commands |= {key: found.get(key[0]) or key[1] for key in there if key not in commands}
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -196,32 +210,41 @@ def _details(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> I
 # -- clients and leases ------------------------------------------------------------------------------------------------
 
 
-def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Lease]") -> Iterator[Entry]:
+def _entries(
+    clients: "list[answer_types.Client]", leases: "list[answer_types.Lease]", commands: Mapping[tuple[int, str], str]
+) -> Iterator[Entry]:
     by_id = {lease["id"]: lease for lease in leases}
     seen = {(client["lease"], client["daemon"]) for client in clients}
     for client in clients:
         lease, held = by_id.get(client["lease"] or ""), client["memory_held"]
+        command = commands[client["pid"], client["name"]]
         state = client["verdict"] if client["lease"] or client["verdict"] != "ok" else "no lease"
         cells = (
             Figure(str(client["pid"]), client["pid"]),
             name_of(client["uid"]),
             client["daemon"].removeprefix("gpu"),
-            Figure(size(held), inf if held is None else held),
+            Figure(size(held), held),
             *_granted(lease, client["daemon"]),
             state,
             (lease["name"] or _NONE) if lease is not None else client["name"],
             client["lease"] or "none",
             _NONE if lease is None else holder_in_short(lease),
-            client["name"],
+            _program(command),
         )
         rank = 0 if state in BAD and state != UNKNOWN else 1
-        yield Entry(f"{client['daemon']}/{client['pid']}", lease, client, client["daemon"], rank, cells)
+        yield Entry(f"{client['daemon']}/{client['pid']}", lease, client, client["daemon"], rank, cells, command)
     for lease in leases:
         for share in lease["shares"]:
             if (lease["id"], share["daemon"]) not in seen:
                 yield _idle(lease, share["daemon"], 2, "idle")
         if not lease["shares"]:
             yield _idle(lease, None, 3, "waiting")
+
+
+def _program(command: str) -> str:
+    """Shorten a command line by the directory of its program."""
+    first, space, rest = command.partition(" ")
+    return f"{first.rpartition('/')[2]}{space}{rest}"
 
 
 def _idle(lease: "answer_types.Lease", daemon: str | None, rank: int, state: str) -> Entry:
@@ -275,7 +298,7 @@ def arranged(entries: Sequence[Entry], *, sort: str, text: str, reverse: bool = 
 
 def _order(cell: str) -> tuple[float, str]:
     if isinstance(cell, Figure):
-        return -cell.value, ""
+        return -inf if cell.value is None else -cell.value, ""
     return (float(cell), "") if cell.isdecimal() else (inf, cell)
 
 
@@ -290,17 +313,9 @@ def gpu_rows(gpus: Sequence[GpuRow], width: int) -> tuple[list[str], list[list[s
 
 
 def rows(entries: Sequence[Entry], width: int) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the texts of the columns that fit; texts that users chose are cut, visibly."""
-    texts = [
-        [each if isinstance(each, Figure) else cut(each, width // _LONGEST) for each in entry.cells]
-        for entry in entries
-    ]
-    return fitting(COLUMNS, texts, Look(width))
-
-
-def cut(text: str, width: int) -> str:
-    """Cut a text to a number of cells of a terminal, visibly."""
-    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
+    """Return the headings and the texts of the columns that fit, with long names cut."""
+    most = len(COLUMNS) if width >= _WITH_COMMANDS else len(COLUMNS) - 1
+    return fitting(COLUMNS[:most], [each.cells[:most] for each in entries], Look(width))
 
 
 def whole(entry: Entry) -> list[str]:
@@ -312,7 +327,11 @@ def whole(entry: Entry) -> list[str]:
         if wait := entry.lease["wait"]:
             said.append((f"waits{lack(wait['waits_for'])}", wait["because"]))
     if entry.client is not None:
-        said += [(entry.client["verdict"], entry.client["because"]), ("hint", entry.client["hint"])]
+        said += [
+            ("command line", entry.command),
+            (entry.client["verdict"], entry.client["because"]),
+            ("hint", entry.client["hint"]),
+        ]
     return [f"{what}: {as_here(text)}" for what, text in said if text]
 
 
@@ -332,9 +351,9 @@ def lease_in_words(lease: "answer_types.Lease") -> str:
 
 def client_in_words(entry: Entry) -> str:
     """Describe a client to an operator who is about to end it."""
-    pid, user, gpu, held, *_, command = entry.cells
+    pid, user, gpu, held, *_ = entry.cells
     lease = "without a lease" if entry.lease is None else f"of {lease_in_words(entry.lease)}"
-    return f"process {pid} ({command}) of {user}, which holds {held} on GPU {gpu}, {lease}"
+    return f"process {pid} ({entry.command}) of {user}, which holds {held} on GPU {gpu}, {lease}"
 
 
 def load_of(picture: Picture, daemon: str) -> str:

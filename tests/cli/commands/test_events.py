@@ -89,7 +89,7 @@ def test_sentences(node: Node) -> None:
         (["--kind", "frobnicate"], "list them: mpsctl events --kinds"),
         (["--since", "a while"], "give one such as 2h (so long ago)"),
         (["--daemon", "gpu7"], "there is no control daemon 'gpu7': choose gpu0, gpu1"),
-        (["--gpu", "7"], "there is no GPU '7': see mpsctl gpus"),
+        (["--gpu", "7"], "there is no GPU '7': choose 0 (gpu0), 1 (gpu1), or a UUID"),
         (["--user", "nobody-at-all"], "there is no user 'nobody-at-all'"),
         (["--until", "1h", "--follow"], "Use --follow or --until, not both"),
     ],

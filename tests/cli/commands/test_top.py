@@ -244,17 +244,18 @@ def test_waiting(node: Node) -> None:
 
 def test_narrow(node: Node) -> None:
     """On 80 columns no row is wider than the screen: a long name is cut, and columns go."""
-    node.lease(gpu="0", name="a-name-that-is-longer-than-most")
+    node.lease(gpu="0", name="a-name-that-is-longer-than-most-others")
 
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: len(rows(pilot)) == 1)
         (row,) = rows(pilot)
-        assert row["NAME"] == "a-name-that-is-lon…"
+        assert row["NAME"].startswith("a-name-that-is-lon")
+        assert row["NAME"].endswith("…")
         assert "HOLDER" not in row
         assert pilot.app.query_one("#rows", Rows).virtual_size.width <= 80
         await pilot.press("enter")
         await until(pilot, lambda: len(pilot.app.screen_stack) == 2)
-        assert "name: a-name-that-is-longer-than-most" in on_top(pilot)
+        assert "name: a-name-that-is-longer-than-most-others" in on_top(pilot)
 
     run(node, steps, (80, 24))
 

@@ -42,8 +42,10 @@ COLUMNS: Final = columns_of(
     cuts=("USER", "NAME", "HOLDER", "COMMAND"),
 )
 
-_WITH_COMMANDS: Final = 100
-"""The width from which on there are command lines beside names."""
+_NARROW: Final = 8
+"""The columns up to NAME, which is the id of a lease without a name."""
+_WITH_MORE: Final = 100
+"""The width from which on there are all columns."""
 _ENCODING: Final = "utf-8"
 """The encoding of the screen, which Textual uses for its own drawing."""
 _NONE: Final = "-"
@@ -226,7 +228,7 @@ def _entries(
             Figure(size(held), held),
             *_granted(lease, client["daemon"]),
             state,
-            (lease["name"] or _NONE) if lease is not None else client["name"],
+            (lease["name"] or lease["id"]) if lease is not None else client["name"],
             client["lease"] or "none",
             _NONE if lease is None else holder_in_short(lease),
             _program(command),
@@ -256,7 +258,7 @@ def _idle(lease: "answer_types.Lease", daemon: str | None, rank: int, state: str
         _NOTHING,
         *_granted(lease, daemon),
         f"place {lease['wait']['position']}" if lease["wait"] else state,
-        lease["name"] or _NONE,
+        lease["name"] or lease["id"],
         lease["id"],
         holder_in_short(lease),
         _NONE,
@@ -314,7 +316,7 @@ def gpu_rows(gpus: Sequence[GpuRow], width: int) -> tuple[list[str], list[list[s
 
 def rows(entries: Sequence[Entry], width: int) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the texts of the columns that fit, with long names cut."""
-    most = len(COLUMNS) if width >= _WITH_COMMANDS else len(COLUMNS) - 1
+    most = len(COLUMNS) if width >= _WITH_MORE else _NARROW
     return fitting(COLUMNS[:most], [each.cells[:most] for each in entries], Look(width))
 
 

@@ -16,6 +16,7 @@ from mpsd.cli.render import (
     columns,
     fold,
     granted_memory,
+    granted_threads,
     holders,
     holding_pid,
     keepers,
@@ -109,7 +110,7 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
         (
             str(gpu["index"]),
             gpu["health"],
-            Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
+            Figure(granted_threads(gpu), gpu["threads_granted"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
             bar(_granted_part(gpu)),
             Figure(size(gpu["memory_held"]), gpu["memory_held"] or 0),
@@ -128,7 +129,7 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
 def _granted_part(gpu: "answer_types.Gpu") -> float:
     """Return the larger of the granted parts of its threads and memory."""
     memory = gpu["memory_granted"] / gpu["memory_total"] if gpu["memory_total"] else 0.0
-    return max(gpu["threads_granted"] / 100, memory)
+    return max(gpu["threads_granted"] / gpu["threads_total"], memory)
 
 
 def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:

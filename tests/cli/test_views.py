@@ -24,6 +24,7 @@ def gpu(**other: Any) -> Any:
         "name": "H100",
         "memory_total": 80 * GIB,
         "memory_reserved": GIB // 2,
+        "threads_total": 100.0,
         "threads_granted": 25.0,
         "memory_granted": 8 * GIB,
         "memory_held": 3 * GIB,

@@ -64,7 +64,7 @@ def _view(rows: Sequence[NodeRow], none: str) -> str:
             lines.append((node["name"], "-", "", "", "", written, node["because"]))
         for gpu in node["gpus"]:
             memory = f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'])}"
-            threads = f"{gpu['threads_granted']:g}% of 100%"
+            threads = f"{gpu['threads_granted']:g}% of {gpu['threads_total']:g}%"
             at = f"STALE {written}" if node["stale"] else written
             lines.append((node["name"], f"{gpu['index']}", gpu["model"], threads, memory, at, _state(node, gpu)))
             lines += [

@@ -156,7 +156,8 @@ def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
         if gpu["clients_unleased"]:
             used = amounts(gpu["threads_unleased"], gpu["memory_unleased"])
             clients = plural(gpu["clients_unleased"], "client")
-            yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease (mpsctl clients)"
+            end = "list them: mpsctl clients; end one: mpsctl end PID"
+            yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease ({end})"
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from mpsd import __version__, find_own_libraries_first
+from mpsd import __version__, find_own_libraries_first, keep_rich_out
 
 if __name__ == "__main__" or sys.argv[0].endswith("/mpsd"):
     # SIGHUP must wait until mpsd can reload; its default action would end mpsd. The imports below take time, so this
@@ -127,6 +127,7 @@ def _settings(config: Path | None, root: Path | None) -> "Settings":
 def _run(
     config: Path | None, root: Path | None, simulate: int | None, control: str | None, *, drain: bool, stop_now: bool
 ) -> None:
+    keep_rich_out()
     from dataclasses import replace
 
     from mpsd.daemon.http.startup_refusal import answer_refused_start, exhausted

@@ -8,7 +8,7 @@ from typing import Final, NoReturn
 
 import click
 
-from mpsd import __version__
+from mpsd import __version__, keep_rich_out
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
 from mpsd.core.kubernetes import webhook as admission
@@ -95,12 +95,13 @@ def cli(
 
 def main() -> None:
     """Run the program; an error of mpsd, or a missing library, ends it with a sentence."""
+    keep_rich_out()
     try:
         cli(prog_name="mpsd-kubernetes")
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] not in _LIBRARIES:
             raise
-        hint = "install mpsd with its extra: pip install 'mpsd[kubernetes]'"
+        hint = "install mpsd with its extra, from its checkout: pip install '.[kubernetes]'"
         _end(ConfigurationError(f"the library {missing.name} is not installed", hint=hint))
     except MpsdError as error:
         _end(error)

@@ -215,7 +215,7 @@ class TestStop:
 
     @pytest.mark.thorough
     def test_one_that_runs(self, short_tmp: Path) -> None:
-        """A running mpsd is ended first, with all its processes; without one, the command succeeds too."""
+        """A running mpsd is ended first, with all its processes, which is no death; without one, it succeeds too."""
         root = short_tmp / "n"
         options = ["--root", f"{root}", "--simulate", "1"]
         node = Node(root=root, simulate=None)
@@ -227,6 +227,9 @@ class TestStop:
             )
             assert done.returncode == 0, done.stderr
             assert terminal.wait_for_the_end() == 0
+        logged = [json.loads(line) for line in done.stderr.splitlines()]
+        (down,) = (each for each in logged if each["event"] == "daemon_state" and each["state"] == "down")
+        assert down["on"] == "ended"
         wait_until(lambda: not Path(f"/proc/{daemon['pid']}").exists(), what="the control daemon to end")
         assert not node.socket.exists()
         done = subprocess.run(
@@ -282,3 +285,18 @@ class TestCheck:
         refused = check(path)
         assert (refused.returncode, refused.stdout) == (78, "")
         assert "/mps/gpu0/control_privileged has 113 bytes" in refused.stderr
+
+
+def test_mpsd_imports_no_library_of_top(short_tmp: Path) -> None:
+    """A running mpsd has imported nothing that draws, not even what structlog would import of it."""
+    node = Node(root=short_tmp, simulate=1)
+    program = [sys.executable, "-X", "importtime", *node.command[1:]]
+    with node.stderr.open("wb") as log, subprocess.Popen(program, cwd=_ROOT, stderr=log) as mpsd:
+        wait_until(lambda: node.socket.exists() and node.get("/healthz").status == 200, what="mpsd to answer")
+        node.get("/metrics")
+        mpsd.terminate()
+    imported = re.findall(r"^import time:.*\| +([\w.]+)$", node.stderr.read_text(), re.MULTILINE)
+    assert "structlog" in imported
+    assert [
+        each for each in imported if each.startswith(("textual", "rich.", "pygments"))
+    ] == []  # rich itself: refused

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,8 @@ from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
 from mpsd.core.configuration.document import render
 from mpsd.core.enforcement.violations import VARIABLES
-from mpsd.core.settings import SettingRow, Settings, quota_rows, rows
+from mpsd.core.kubernetes import settings as kubernetes
+from mpsd.core.settings import SettingRow, Settings, quota_rows, rows, rows_of
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 
@@ -355,9 +357,7 @@ def example() -> str:
         if row.key.split(".")[0] != section:
             section = row.key.split(".")[0]
             lines += ["", f"[{section}]"]
-        unit = f" Unit: {row.unit}." if row.unit else ""
-        restart = " A change needs a restart." if row.restart else ""
-        lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
+        lines += _comment(row)
         lines += [f"# {line}" for line in _SET[row.key][1]] if row.key in _SET else []
         lines.append(f"{name} = {_SET[row.key][0]}" if row.key in _SET else f"#{name} = {_value(row)}".rstrip())
     lines += ["", "# Limits for one user: a user, a %group, or * for every user without its own quota.", '#[quota."*"]']
@@ -365,3 +365,21 @@ def example() -> str:
         unit = f" Unit: {row.unit}." if row.unit else ""
         lines += [f"# {row.help}{unit}", f"#{row.key.rpartition('.')[2]} ="]
     return "\n".join([*lines, ""])
+
+
+def kubernetes_example() -> str:
+    """Return a configuration of mpsd-kubernetes: every setting as a comment."""
+    lines = [
+        "# The configuration of mpsd-kubernetes: every setting, with its default. Uncomment what you change, then:",
+        "#     mpsd-kubernetes --check",
+    ]
+    for row in rows_of("", kubernetes.Settings):
+        value = "" if row.default is None else f" {render(row, row.default)}"
+        lines += ["", *_comment(replace(row, restart=False)), f"#{row.key} ={value}"]
+    return "\n".join([*lines, ""])
+
+
+def _comment(row: SettingRow) -> list[str]:
+    unit = f" Unit: {row.unit}." if row.unit else ""
+    restart = " A change needs a restart." if row.restart else ""
+    return [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]

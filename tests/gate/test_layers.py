@@ -1,13 +1,14 @@
 """Imports point one way, no module reaches into another, and a room that grows large is named in a warning."""
 
 import re
+import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from tests.gate.source import Import, Module, imports, modules
+from tests.gate.source import ROOT, Import, Module, imports, modules
 
 MAY_IMPORT: Final = {
     "__init__": "",
@@ -244,6 +245,21 @@ def test_libraries_stay_in_their_layer() -> None:
         return each.module.split(".")[0] not in {"mpsd", *sys.stdlib_module_names, *LIBRARIES[module.layer].split()}
 
     assert wrong(is_wrong) == []
+
+
+def test_services_do_without_what_draws() -> None:
+    """No module of a service imports a library of `mpsctl top`, even through structlog, which would take rich."""
+    layers = ("core", "system", "daemon", "simulator", "kubernetes")
+    names = ["mpsd.__main__", *(each.name for layer in layers for each in modules(f"mpsd/{layer}"))]
+    program = (
+        "import importlib, mpsd, sys; mpsd.keep_rich_out();"
+        "[importlib.import_module(each) for each in sys.argv[1:]];"
+        "print(*(name for name, module in sys.modules.items() if module is not None))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = {each.split(".")[0] for each in done.stdout.split()}
+    assert {"mpsd", "msgspec", "structlog", "grpc"} <= loaded
+    assert loaded & {"textual", "rich", "pygments", "markdown_it", "platformdirs"} == set()
 
 
 def test_core_is_pure() -> None:

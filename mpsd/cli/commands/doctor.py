@@ -89,7 +89,15 @@ def _chosen(only: Sequence[str]) -> "list[Check]":
 def _list(form: str, checks: "Sequence[Check]") -> str:
     if form == "json":
         return as_json([{"id": each.id, "right": each.right, "why": each.why, "fix": each.mends} for each in checks])
-    return columns([(each.id, each.right + (f" (--fix {each.mends})" if each.mends else "")) for each in checks])
+    lines = [
+        line
+        for each in checks
+        for line in (
+            (each.id, each.right + (f" (--fix {each.mends})" if each.mends else "")),
+            ("", f"otherwise: {each.why}"),
+        )
+    ]
+    return columns(lines)
 
 
 def report(results: "Sequence[Result]", done: Sequence[str], *, everything: bool) -> str:

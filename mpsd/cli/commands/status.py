@@ -1,4 +1,4 @@
-"""The commands that show the whole node: status, the live table top, where the extra `top` is installed, and web.
+"""The commands that show the whole node: status, the live table top, and web.
 
 Programs call `mpsctl status` repeatedly, so this module imports little.
 """
@@ -12,7 +12,6 @@ from mpsd.cli import views
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
 from mpsd.cli.options import DURATION, UID
 from mpsd.client import Api
-from mpsd.core.errors import ConfigurationError
 
 
 @click.command()
@@ -43,10 +42,6 @@ def top(api: Api, every: float) -> None:
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("top needs a terminal; for a program: mpsctl clients -o json")
-    import importlib.util
-
-    if importlib.util.find_spec("textual") is None:
-        raise ConfigurationError("the library textual is not installed", hint="install it: pip install 'mpsd[top]'")
     from mpsd.cli.top import app
 
     api.status()  # an error of mpsd must appear on the terminal, not on a screen that is closed

@@ -1,1 +1,1 @@
-"""`mpsctl top`: the live table of GPUs and clients, in Textual (the extra `top`), loaded by that command alone."""
+"""`mpsctl top`: the live table of GPUs and clients, in Textual, which that command alone loads."""

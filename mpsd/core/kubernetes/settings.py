@@ -270,7 +270,7 @@ def parse(document: str, environment: Mapping[str, str], options: Mapping[str, s
             is_number = name not in texts and value.isascii() and value.isdecimal()
             given[name] = int(value) if is_number else value
     given |= {name: value for name, value in options.items() if value is not None}
-    settings = section_of("", Settings, given, "docs/kubernetes/operation.md")
+    settings = section_of("", Settings, given, "docs/kubernetes/kubernetes.toml")
     _check(settings)
     return settings
 

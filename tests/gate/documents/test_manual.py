@@ -11,6 +11,7 @@ import pytest
 from mpsd.cli.group import EXIT_STATUS
 from mpsd.core.configuration.document import parse
 from mpsd.core.errors import catalogue
+from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.settings import Settings, WantedComputeMode
 from tests.gate.generate import FILES
 from tests.gate.source import ROOT
@@ -63,3 +64,12 @@ def test_the_example_sets_the_compute_mode() -> None:
     socket = Settings().socket
     both = f'[api]\nsocket = "{socket}"\n[daemon]\ncompute_mode = "exclusive-process"\n'
     assert parse(uncommented) == parse(both)
+
+
+def test_the_example_for_kubernetes_has_the_defaults() -> None:
+    """The example of mpsd-kubernetes' settings is valid as it is, and with everything uncommented."""
+    example = FILES["docs/kubernetes/kubernetes.toml"]()
+    uncommented = re.sub(r"^#(\w+ = .+)$", r"\1", example, flags=re.MULTILINE)
+    assert uncommented != example
+    for text in (example, uncommented):
+        assert kubernetes.parse(text, {}, {}) == kubernetes.Settings()

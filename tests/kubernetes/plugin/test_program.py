@@ -22,7 +22,7 @@ def test_without_its_extra(library: str) -> None:
     assert (done.returncode, done.stdout) == (78, "")
     first, second = done.stderr.splitlines()
     assert first.startswith(f"mpsd-kubernetes: the library {library}")
-    assert "pip install 'mpsd[kubernetes]'" in second
+    assert "pip install '.[kubernetes]'" in second
 
 
 def check(path: Path, document: str, *options: str) -> "subprocess.CompletedProcess[str]":

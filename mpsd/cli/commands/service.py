@@ -40,7 +40,7 @@ def service() -> None:
     """Manage the system service of mpsd, and give services of systemd a lease of their own.
 
     `install`, `uninstall` and `status` are for an mpsd that was installed with pip, pipx or uv; the Debian package does
-    not need them.
+    not need them. `configure` is for any.
     """
 
 
@@ -95,9 +95,9 @@ def configure(*, profile: str, group: str | None, dry: bool) -> None:
 
     \b
     PROFILE is one of:
-        shared-server  users who trust each other share each GPU at the same time, where the driver can (555 and newer)
-        one-user       each GPU serves one user at a time, whom no fault of another user's program reaches
-        workstation    one person's machine, on which other programs use the GPU too
+        shared-server  users share each GPU, at the same time from driver 555 on
+        one-user       each GPU serves one user at a time, with any driver
+        workstation    one person's machine; other programs use the GPU too
 
     The file is /etc/mpsd/mpsd.toml, with the reason for each setting. Beside one that is there it is mpsd.toml.new, and
     the output has the command that puts it in force. `mpsd check --explain` says what it means for users.

@@ -288,7 +288,7 @@ def _refuse_where_it_cannot_be() -> None:
     if packaged is not None:
         raise ConfigurationError(
             f"{packaged} belongs to a package, which contains everything that this command would install",
-            hint="use the package, or remove it first: apt remove mpsd",
+            hint="use the package (mpsctl service configure writes its configuration), or remove it: apt remove mpsd",
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)

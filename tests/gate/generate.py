@@ -121,7 +121,8 @@ def events_page() -> str:
     kinds = []
     for kind in EventName:
         facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(kind).items())
-        kinds.append(f"- `{kind}` ({'/'.join(kind.levels.split())}): {kind.meaning} {facts}".rstrip())
+        level = "" if kind.levels == "info" else f" ({'/'.join(kind.levels.split())})"
+        kinds.append(f"- `{kind}`{level}: {kind.meaning} {facts}".rstrip())
     listed = "\n".join(kinds)
     facts = "\n".join(f"- `{name}`: {meaning}" for name, meaning in (*COMMON.items(), *FACTS.items()))
     return f"""# Events
@@ -135,7 +136,8 @@ A program must ignore unknown kinds and facts, because later releases may add so
 
 ## Kinds
 
-Each kind has its level, its meaning and its facts. One with a `?` is absent in some events.
+Each kind has its level (`info` where none is named), its meaning and its facts. One with a `?` is absent in some
+events.
 
 {listed}
 

@@ -16,6 +16,7 @@ from mpsd.cli.render import (
     as_reported,
     columns,
     granted_memory,
+    granted_threads,
     holders,
     holding_pid,
     keepers,
@@ -114,7 +115,7 @@ def _gpus(gpus: "list[answer_types.Gpu]") -> Listed:
         (
             str(gpu["index"]),
             gpu["health"],
-            Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
+            Figure(granted_threads(gpu), gpu["threads_granted"]),
             Figure(percent(gpu["threads_total"]), gpu["threads_total"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
             bytes_of(gpu["memory_total"]),
@@ -146,7 +147,7 @@ def _since(then: str, now: datetime) -> Figure:
 def _granted_part(gpu: "answer_types.Gpu") -> float:
     """Return the larger of the granted parts of its threads and memory."""
     memory = gpu["memory_granted"] / gpu["memory_total"] if gpu["memory_total"] else 0.0
-    return max(gpu["threads_granted"] / 100, memory)
+    return max(gpu["threads_granted"] / gpu["threads_total"], memory)
 
 
 def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:

@@ -24,6 +24,7 @@ from mpsd.core.errors import (
     InvalidRequestError,
     MpsdError,
     NotFoundError,
+    NotPermittedError,
     UnreachableError,
 )
 from mpsd.core.sanitize import plain
@@ -237,9 +238,10 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
     """Return the environment of a lease's processes, on its only GPU or on the GPU with the number `share`.
 
     It names the socket of this mpsd, where mpsctl would not use it by default. Raises DoesNotFitError while the lease
-    waits, NotFoundError when it has ended, and InvalidRequestError when the number is missing or too high: without an
-    environment of MPS, a process would run without limits. Raises InternalError for a variable that belongs to neither
-    CUDA, NVIDIA nor mpsd: it could make a process run code that the lease names.
+    waits, NotFoundError when it has ended, NotPermittedError for that of another user, and InvalidRequestError when the
+    number is missing or too high: without an environment of MPS, a process would run without limits. Raises
+    InternalError for a variable that belongs to neither CUDA, NVIDIA nor mpsd: it could make a process run code that
+    the lease names.
     """
     state, gpus = lease["state"], len(lease["gpus"])
     if state == "waiting":
@@ -259,6 +261,11 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
             f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}", hint="shares are numbered from 0"
         )
     variables = lease["shares"][share]["env"] if share else lease["env"]
+    if not variables and not lease["holders"]:
+        raise NotPermittedError(
+            f"{lease['id']} belongs to another user, so its environment is not shown",
+            hint="take out a lease of your own: mpsctl admit",
+        )
     if not variables:
         raise InternalError(
             f"mpsd gave {lease['id']} no environment, and without it no limits apply",

@@ -231,6 +231,8 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
     for client in answer["clients"]:
         lines += [as_here(f"{client['verdict']}: {client['because']}")] if client["because"] else []
         lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
+    if (others := answer["others"])["clients"]:
+        lines.append(f"and {plural(others['clients'], 'client')} of other users, with {size(others['memory_held'])}")
     return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
 
 

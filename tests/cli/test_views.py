@@ -16,6 +16,11 @@ GIB = 1024**3
 NO_OTHERS: Any = {"leases": 0, "waiting": 0, "threads_granted": 0.0, "memory_granted": 0}
 
 
+def clients(*listed: Any, others: int = 0) -> str:
+    """Return the list of these clients, with so many of other users."""
+    return views.clients({"clients": [*listed], "others": {"clients": others, "memory_held": 3 * 1024**3}}, PLAIN)
+
+
 def gpu(**other: Any) -> Any:
     """Return a healthy GPU in the API's form."""
     return {
@@ -217,7 +222,7 @@ def test_judged_clients_and_leases() -> None:
     well: Any = {"verdict": "ok", "because": "", "hint": ""}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": ""}
     wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it"}
-    lines = views.clients({"clients": [client | well, client | doubt, client | wrong]}, PLAIN).splitlines()
+    lines = clients(client | well, client | doubt, client | wrong).splitlines()
     assert [line.split()[5] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
     assert lines[4:] == ["unknown: process 9 may", "violation: process 9 has", "  hint: end it"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
@@ -304,7 +309,7 @@ def test_what_is_unknown() -> None:
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
     client |= {"verdict": "ok", "because": "", "hint": ""}
-    (row,) = views.clients({"clients": [client]}, PLAIN).splitlines()[1:]
+    (row,) = clients(client).splitlines()[1:]
     assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 
 
@@ -333,7 +338,8 @@ def test_nothing_there() -> None:
     assert views.gpus({"gpus": []}, PLAIN) == "no GPUs"
     assert views.daemons({"daemons": []}, NOW, PLAIN) == "no control daemons"
     assert views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
-    assert views.clients({"clients": []}, PLAIN) == "no clients"
+    assert clients() == "no clients"
+    assert clients(others=2) == "no clients\nand 2 clients of other users, with 3GiB"
     assert "no control daemons" in status(gpus=[], daemons=[])
 
 

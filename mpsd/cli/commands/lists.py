@@ -76,8 +76,10 @@ def clients(api: Api, listing: Listing, gpu: str | None, owner: int | None, *, m
 
     def ask() -> "answer_types.Clients":
         chosen = _chosen_uuid(api, gpu)
-        found = api.clients()["clients"]
-        return {"clients": [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]}
+        answer = api.clients()
+        found = answer["clients"]
+        shown = [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]
+        return {**answer, "clients": shown}
 
     print_listing(listing, ask, views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
 
@@ -169,7 +171,7 @@ def usage(  # noqa: PLR0917 - an option each
 
     GPU HOURS are hours of all threads of a GPU: half of the threads for two hours is one. GIB HOURS are hours of a GiB
     that was granted, and HELD is how much of that was in use when the GPUs were read. LEASES are those that had
-    anything in that time. You see your own leases, and of a GPU the sum of all; administrators see all leases.
+    anything in that time. Labels are those of your own leases; administrators see all.
 
     -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
     """

@@ -38,17 +38,25 @@ def find(api: Api, meant: str | None) -> str:
 
 
 def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:
-    """Return the id of the lease that a text names, a living one before an ended one; None where it names none.
+    """Return the id of the lease that a text names: one of the caller's own, and a living one before an ended one.
 
-    Raises InvalidRequestError where the text is ambiguous.
+    A lease of another user is meant where the caller, unless that is root, has none of that name. The result is None
+    where the text names no lease. Raises InvalidRequestError where the text is ambiguous.
     """
-    for over in (False, True):
-        found = _matching([each for each in leases if (each["state"] == _ENDED) is over], meant)
-        if len(found) > 1:
-            raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
-        if found:
-            return found[0]["id"]
+    for own in (True, False):
+        for over in (False, True):
+            some = [each for each in leases if is_own(each) is own and (each["state"] == _ENDED) is over]
+            found = _matching(some, meant)
+            if len(found) > 1:
+                raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
+            if found:
+                return found[0]["id"]
     return None
+
+
+def is_own(lease: "answer_types.Lease") -> bool:
+    """Tell whether a lease is the caller's own; root may use all."""
+    return os.geteuid() in {0, lease["owner"]["uid"]}
 
 
 def ambiguous(meant: str, candidates: Sequence[str], example: str) -> InvalidRequestError:

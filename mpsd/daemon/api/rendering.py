@@ -259,6 +259,19 @@ def _share(share: Share, own: Mapping[str, str]) -> answer_types.Share:
     }
 
 
+def outline(found: Lease, place: QueuePlace | None = None) -> answer_types.Lease:
+    """Return what other users may see of a lease: owner, name, shares, times and clients.
+
+    What its owner wrote or runs is left out: labels, environment, holders and bearers.
+    """
+    answer = lease(found, place, secret=False)
+    answer["owner"] |= {"pid": 0, "start_time": None}
+    answer |= {"env": {}, "labels": {}, "holders": [], "bearers": [], "request_id": None}
+    for share in answer["shares"]:
+        share["env"] = {}
+    return answer
+
+
 def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> answer_types.Lease:
     """`secret`: whether the answer is about this lease alone, and for its owner or an administrator."""
     own = {LEASE: lease.id, TOKEN: lease.token} if secret and lease.token else {LEASE: lease.id}

@@ -15,6 +15,7 @@ from mpsd.cli.render import (
     as_reported,
     columns,
     fold,
+    for_you,
     granted_memory,
     holders,
     holding_pid,
@@ -87,21 +88,36 @@ def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
 
 
 GPUS: Final = columns_of(
-    ("GPU", "HEALTH", "THREADS", "MEMORY", "", "HELD", "CLIENTS", "USERS", "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
+    (
+        "GPU",
+        "HEALTH",
+        "FOR YOU",
+        "THREADS",
+        "MEMORY",
+        "",
+        "HELD",
+        "CLIENTS",
+        "USERS",
+        "COMPUTE MODE",
+        "RESERVED",
+        "UUID",
+        "NAME",
+    ),
     drops=("", "COMPUTE MODE", "NAME", "HELD", "USERS"),
     wide=("RESERVED", "UUID"),
 )
 
 
 def gpus(answer: "answer_types.Gpus", look: Look) -> str:
-    """List the GPUs, with granted and total capacity, and the users that the caller may know of."""
+    """List the GPUs, with granted and total capacity, their users as far as the caller may know, and why it gets nothing."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
-    refused = [
-        fold(f"GPU {gpu['index']} admits no request: {as_here(gpu['refused'] or '')}", look.width, 2)
+    obstacles = [
+        fold(as_here(line), look.width, 4)
         for gpu in answer["gpus"]
-        if gpu.get("refused") and not gpu["hint"]
+        if (found := gpu["obstacle"]) and not gpu["hint"]
+        for line in (f"GPU {gpu['index']} is not for you now: {found['because']}", f"  hint: {found['hint']}")
     ]
-    return "\n".join([_gpu_table(answer["gpus"], look), *_unleased(answer["gpus"]), *troubles, *refused])
+    return "\n".join([_gpu_table(answer["gpus"], look), *_unleased(answer["gpus"]), *troubles, *obstacles])
 
 
 def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
@@ -109,6 +125,7 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
         (
             str(gpu["index"]),
             gpu["health"],
+            for_you(gpu),
             Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
             bar(_granted_part(gpu)),

@@ -165,6 +165,14 @@ class Hardware(TypedDict):
     pcie_root: Annotated[str | None, about("The root complex of its bus, such as pci0000:00.")]
 
 
+@answer("Why a user's request for any share of a GPU would be refused now: the error that it would get.")
+class Obstacle(TypedDict):
+    code: str
+    limit: str | None
+    because: str
+    hint: str
+
+
 @answer(
     "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
     " read.\n\n"
@@ -204,6 +212,7 @@ class Gpu(TypedDict):
     ]
     memory_free: Annotated[int, about("Likewise, in bytes.")]
     clients_free: Annotated[int, about("Likewise, in client places.")]
+    obstacle: Annotated[Obstacle | None, about("Why the user can have nothing of it at once; null where it can.")]
     hardware: Annotated[Hardware | None, about("Null for a GPU that cannot be read.")]
     users: Annotated[
         list[int],

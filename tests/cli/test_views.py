@@ -1,12 +1,13 @@
 """Each answer is shown completely, with faults first, and unknown values as unknown."""
 
+import re
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from mpsd.cli import render, views
-from mpsd.cli.render import when
+from mpsd.cli.render import for_you, when
 from mpsd.cli.tables import PLAIN, Look, bar
 from mpsd.core.events import EventName
 
@@ -44,6 +45,7 @@ def gpu(**other: Any) -> Any:
         "refused": None,
         "refused_kind": None,
         "impaired": None,
+        "obstacle": None,
         "hardware": None,
         "users": [0],
         **other,
@@ -124,8 +126,8 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
-        f"0    ok      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
+        f"0    ok      yes      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
         "gpu0    ready  2m     4711  100%     no limit  -",
@@ -163,7 +165,7 @@ def test_a_sick_node() -> None:
         "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
         "  gpu0: it was 10 %; mpsd restored it at 02:57 (2m ago)",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
     ]
     assert lines[-1].endswith("on simulated GPUs")
 
@@ -193,13 +195,27 @@ def test_a_sick_node_on_a_terminal() -> None:
 
 
 def test_a_daemon_that_is_drained() -> None:
-    """A completed drain is distinguished from a waiting one; GPUs that admit no request say why, in local time."""
+    """A completed drain is distinguished from a waiting one."""
     for drained, word in ((True, "drained"), (False, "draining")):
         text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW, PLAIN)
         assert text.splitlines()[1].split()[1] == word
-    refused = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:57:00+00:00"
-    text = views.gpus({"gpus": [gpu(refused=refused)]}, PLAIN)
-    assert text.splitlines()[2] == f"GPU 0 admits no request: gpu0 is held: root holds it (a fan), at {when(THEN)}"
+
+
+def test_gpus_for_whom() -> None:
+    """A GPU says whether it is for the caller, and below the table why not, in local time, and what helps."""
+    obstacle: Any = {"code": "daemon_not_ready", "limit": "hold", "hint": "wait"}
+    obstacle["because"] = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:57:00+00:00"
+    lines = views.gpus({"gpus": [gpu(obstacle=obstacle), gpu(index=1)]}, PLAIN).splitlines()
+    assert [re.split(r"  +", line)[2] for line in lines[:3]] == ["FOR YOU", "no: held", "yes"]
+    because = f"GPU 0 is not for you now: gpu0 is held: root holds it (a fan), at {when(THEN)}"
+    assert lines[3:] == [because, "  hint: wait"]
+    for limit, code, word in (
+        ("user", "does_not_fit", "another user"),
+        ("memory", "does_not_fit", "full"),
+        ("quota.gpus", "quota", "quota"),
+        (None, "quarantined", "quarantined"),
+    ):
+        assert for_you(gpu(obstacle={**obstacle, "limit": limit, "code": code})) == f"no: {word}"
 
 
 def violation(**other: Any) -> Any:

@@ -10,7 +10,7 @@ from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.errors import NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotPermittedError
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.core.roles import UserIdentity
 from mpsd.daemon.accounting.accountant import Accountant
@@ -122,7 +122,7 @@ class NodeHandlers:
         return answer_types.Gpus(gpus=[self._gpu(view, daemons, request, free) for view in self._node.gpus.views()])
 
     def _gpu(
-        self, view: GpuView, daemons: Iterable[model.Daemon], request: Request, free: Mapping[str, Amount]
+        self, view: GpuView, daemons: Iterable[model.Daemon], request: Request, free: Mapping[str, Amount | MpsdError]
     ) -> answer_types.Gpu:
         gpu, settings, who = view.gpu, self._node.settings.current, request.principal
         sees = sees_others(request, settings)
@@ -130,7 +130,11 @@ class NodeHandlers:
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         refused, impaired = health.verdict(view, daemons, self._node.leases.group_commit.trouble)
-        left = free.get(gpu.uuid, NOTHING) if gpu and refused is None else NOTHING
+        found = free.get(gpu.uuid, NOTHING) if gpu else NOTHING
+        if refused is not None:
+            hint = refused.hint_for(operator=who.operator)
+            found = DaemonNotReadyError(refused.because, hint=hint, limit=refused.kind.limit)
+        left, obstacle = (NOTHING, found) if isinstance(found, MpsdError) else (found, None)
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -156,6 +160,7 @@ class NodeHandlers:
             threads_free=left.threads / 10,
             memory_free=left.memory,
             clients_free=left.places,
+            obstacle=rendering.obstacle(obstacle, operator=who.operator) if obstacle else None,
             hardware=rendering.hardware(gpu) if gpu else None,
             users=sorted(uid for uid in users if is_one or sees or uid == request.uid),
         )

@@ -11,7 +11,8 @@ from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.enforcement.attribution import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.health import Reason, drifted, hint_for
+from mpsd.core.errors import MpsdError
+from mpsd.core.health import LIMITS, REFUSED_HINT, Reason, drifted, hint_for
 from mpsd.core.model import (
     Claim,
     Daemon,
@@ -100,6 +101,12 @@ def hardware(gpu: Gpu) -> answer_types.Hardware:
         pci_bus_id=found.pci_bus_id,
         pcie_root=found.pcie_root,
     )
+
+
+def obstacle(error: MpsdError, *, operator: bool) -> answer_types.Obstacle:
+    """`operator`: whether the reader is an operator."""
+    hint = error.hint if operator or error.limit not in LIMITS else REFUSED_HINT
+    return {"code": error.code, "limit": error.limit, "because": error.detail, "hint": hint}
 
 
 def drift(daemon: str, drift: Drift) -> answer_types.Drift:

@@ -25,6 +25,7 @@ from mpsd.core.errors import (
     MpsdError,
     NotFoundError,
     NotPermittedError,
+    StoppingError,
     UnreachableError,
 )
 from mpsd.core.sanitize import plain
@@ -36,6 +37,10 @@ T = TypeVar("T")
 
 _VARIABLE: Final = r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+"
 """The accepted names in a lease's environment. CUDA would load the library that CUDA_INJECTION64_PATH names."""
+
+
+_ASK_AGAIN: Final = 0.5
+"""Seconds between two attempts to reach an mpsd that is gone."""
 
 
 def now() -> datetime:
@@ -116,10 +121,12 @@ def print_listing(
 ) -> T:
     """Print the API's answer to `ask`, and return it: as the API's JSON, as YAML, as names alone, or through a view.
 
-    With --watch, the list is printed again and again until a signal ends mpsctl.
+    With --watch, the list is printed again and again until a signal ends mpsctl. An mpsd that has answered once may be
+    gone for a while then.
     """
+    shown = ""
     while True:
-        answer = ask()
+        answer = _ask_until_back(ask, shown) if shown else ask()
         match listing.form:
             case "json":
                 text = as_json(answer)
@@ -135,7 +142,23 @@ def print_listing(
             click.echo(text)
         if listing.watch is None:
             return answer
+        shown = f"{now().astimezone():%H:%M:%S}"
         time.sleep(listing.watch)
+
+
+def _ask_until_back(ask: Callable[[], T], shown: str) -> T:
+    """Return the answer to `ask`, also where a restart of mpsd delays it; say once of when the present list is."""
+    is_told = False
+    while True:
+        try:
+            return ask()
+        except (UnreachableError, StoppingError) as error:
+            if not error.retryable:
+                raise
+            if not is_told:
+                note(f"mpsd is gone ({error.detail}); the list is of {shown}, and continues when it is back")
+            is_told = True
+        time.sleep(_ASK_AGAIN)
 
 
 class SignalledError(Exception):

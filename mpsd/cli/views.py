@@ -109,7 +109,7 @@ GPUS: Final = columns_of(
 
 
 def gpus(answer: "answer_types.Gpus", look: Look) -> str:
-    """List the GPUs, with granted and total capacity, their users as far as the caller may know, and why it gets nothing."""
+    """List the GPUs, with granted and total capacity, their users as far as known, and why the caller gets nothing."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
     obstacles = [
         fold(as_here(line), look.width, 4)

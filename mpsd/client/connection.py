@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import socket
 import struct
 import time
@@ -78,7 +79,9 @@ class Connection:
         return type(self)(path, deadline=self._deadline, trusted=self.trusted)
 
     def connect(self) -> "_Socket":
-        """Connect, if that was not done yet. Raises UnreachableError and UntrustedSocketError."""
+        """Connect, unless a connection is open; mpsd may have closed it since. Raises the errors of a request."""
+        if self._connection is not None and self._connection.is_over():
+            self.close()
         if self._connection is None:
             self._connection = _Socket(_connect(self.path, self._deadline, self.trusted))
         return self._connection
@@ -166,12 +169,12 @@ class Connection:
                 raise error_of(status, json.loads(answer) if answer else None)
             yield connection, pieces
         except (OSError, EOFError, ValueError) as error:
-            raise self._unanswered(error, deadline) from None
+            raise self._unanswered(error, deadline, reads=method == "GET") from None
         finally:
             if self._connection is not None and not self._connection.reusable:
                 self.close()
 
-    def _unanswered(self, error: OSError | EOFError | ValueError, deadline: float) -> UnreachableError:
+    def _unanswered(self, error: OSError | EOFError | ValueError, deadline: float, *, reads: bool) -> UnreachableError:
         match error:
             case TimeoutError():
                 return UnreachableError(
@@ -186,9 +189,11 @@ class Connection:
                 stranger.retryable = False
                 return stranger
             case _:
+                broke = f"the connection to mpsd on {self.path} broke before the answer arrived"
+                if reads:
+                    return UnreachableError(broke, hint="try again: mpsd may be restarting")
                 return UnreachableError(
-                    f"the connection to mpsd on {self.path} broke before the answer arrived; whether the"
-                    " request took effect is unknown",
+                    f"{broke}; whether the request took effect is unknown",
                     hint="check whether mpsd is running and what it did: mpsctl status; mpsctl leases",
                 )
 
@@ -259,10 +264,12 @@ def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError
         case errno.ECONNREFUSED:
             return UnreachableError(f"nothing listens on {path}", hint=_START_IT)
         case errno.EACCES | errno.EPERM:
-            return UnreachableError(
+            refused = UnreachableError(
                 f"uid {os.getuid()} is not permitted to connect to {path}",
                 hint=f"join the group that api.group names, or run the command as root; or {_ANOTHER_SOCKET}",
             )
+            refused.retryable = False
+            return refused
         case errno.EAGAIN:
             return UnreachableError(
                 f"mpsd did not accept a connection on {path} within {deadline:g} s",
@@ -294,6 +301,12 @@ class _Socket:
 
     def close(self) -> None:
         self._connection.close()
+
+    def is_over(self) -> bool:
+        """Tell whether its peer has closed it, between two exchanges: nothing may be received then."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def begin(self, seconds: float, meanwhile: Meanwhile | None) -> None:
         """Set the time for the following exchange, and the callback that runs while it waits."""

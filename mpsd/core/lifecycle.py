@@ -51,6 +51,8 @@ class Event(StrEnum):
     """It did not answer within the deadline."""
     DIED = "died"
     """The process is gone, according to its pidfd, or could not be started."""
+    ENDED = "ended"
+    """The process is gone after mpsd told it to end."""
     COOLED = "cooled"
     """The delay after a death is over."""
     GAVE_UP = "gave_up"
@@ -87,6 +89,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: BUG,
         _E.SILENT: BUG,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: IGNORE,
@@ -103,6 +106,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: IGNORE,
@@ -119,6 +123,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: _S.STARTING,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: _S.HELD,
@@ -135,6 +140,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: _S.STARTING,
         _E.SILENT: IGNORE,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: IGNORE,
@@ -151,6 +157,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: IGNORE,
@@ -167,6 +174,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: _S.HELD,
@@ -182,7 +190,8 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.VERIFIED: IGNORE,
         _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
-        _E.DIED: _S.DOWN,
+        _E.DIED: BUG,
+        _E.ENDED: _S.DOWN,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: BUG,
         _E.HOLD: IGNORE,
@@ -199,6 +208,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
         _E.DIED: IGNORE,
+        _E.ENDED: BUG,
         _E.COOLED: _S.DOWN,
         _E.GAVE_UP: _S.FAILED,
         _E.HOLD: IGNORE,
@@ -215,6 +225,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
         _E.DIED: IGNORE,
+        _E.ENDED: BUG,
         _E.COOLED: IGNORE,
         _E.GAVE_UP: IGNORE,
         _E.HOLD: IGNORE,

@@ -362,8 +362,13 @@ class Client:
     @property
     def places(self) -> int:
         """The client places that it takes, by its connections; one where they are unknown."""
+        return mps_facts.places(self.connections, self.clients_max)
+
+    @property
+    def connections(self) -> int | None:
+        """The connections that it was started with, by its own environment or its ancestor's; None for none."""
         text = self.variable(mps_facts.MAX_CONNECTIONS) or self.inherited.get(mps_facts.MAX_CONNECTIONS, "")
-        return mps_facts.places(mps_facts.connections(text), self.clients_max)
+        return mps_facts.connections(text)
 
     def variable(self, name: str) -> str:
         """Return the value of a variable that it was started with; empty where it has none, or that is unknown."""
@@ -601,6 +606,8 @@ class ViolationKind(StrEnum):
     """Its lease already has its maximum number of client processes."""
     LIMITS = "limits"
     """It was started in an environment that names more than its part, or makes MPS drop its memory limit."""
+    CONNECTIONS = "connections"
+    """It was started with more connections than its lease has, so that it takes more client places of the GPU."""
     SHORT = "short"
     """It attached while less was open than its share."""
     MEMORY = "memory"

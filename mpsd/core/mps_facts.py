@@ -55,6 +55,9 @@ Guide, "CUDA Environment Variables", and NVIDIA's page on the variables of MPS."
 
 MOST_CONNECTIONS = 32
 
+DEFAULT_CONNECTIONS = 2
+"""The connections of a client that does not set them. Source: as for `CLIENTS_R590`."""
+
 CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 """The variable with which a client starts with another priority. Source: NVIDIA, "Multi-Process Service", environment
 variables."""

@@ -544,7 +544,7 @@ class Settings:
     def on_violation(self, kind: ViolationKind) -> OnViolation:
         """Return the action against a process that commits a violation of this kind."""
         match kind:
-            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither proves misuse
+            case ViolationKind.LIMITS | ViolationKind.CONNECTIONS | ViolationKind.SHORT:  # none proves misuse
                 return OnViolation.REPORT
             case ViolationKind.USER:  # the process belongs to another user, so the lease must not end it
                 return OnViolation.REPORT

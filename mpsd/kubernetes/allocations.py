@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -60,6 +60,12 @@ _OTHER: Final = (
 _ANY_THREADS: Final = ActiveThreadPercentage(1000)
 
 
+class _Given(NamedTuple):
+    allocation: str
+    at: float
+    """The last time, by the monotonic clock."""
+
+
 class Allocations(PodLeases):
     """The leases of this node's containers; one thread at a time decides about them."""
 
@@ -83,8 +89,8 @@ class Allocations(PodLeases):
         """By lease of a pod that was ending, the end of the wait for it (monotonic clock)."""
         self._has_leases = False
         """Whether containers had leases at the last reconciliation."""
-        self._given: dict[tuple[str, Numbers], str] = {}
-        """The allocations that no program has seen yet, by GPU and devices."""
+        self._given: dict[tuple[str, Numbers], _Given] = {}
+        """The allocations of containers that have not started yet, by GPU and devices."""
 
     @property
     def are_needed(self) -> bool:
@@ -244,7 +250,10 @@ class Allocations(PodLeases):
 
         The hook takes it as proof that a claim is for this container, so no other pod may know or guess it.
         """
-        return self._given.setdefault((gpu, numbers), secrets.token_hex(16))
+        given = self._given.get((gpu, numbers))
+        allocation = secrets.token_hex(16) if given is None else given.allocation
+        self._given[gpu, numbers] = _Given(allocation, clock.monotonic())
+        return allocation
 
     def _allocation_of(self, container: Container) -> str | None:
         primary = KINDS[self._settings.resources][-1]
@@ -297,17 +306,29 @@ class Allocations(PodLeases):
             self._tried.clear()
             if containers is None:
                 return
+            self._forget_unstarted(containers)
             actions = claims.next_actions(
                 leases,
                 containers,
                 is_populated=is_populated,
-                has_group=lambda pod: group_path(pod, self._settings) is not None,
+                has_group=self._has_group,
                 settings=self._settings,
             )
             self._pending = [each for each in actions if isinstance(each, Open)]
             for each in actions:
                 if not isinstance(each, Open):  # `complete` handles it
                     self._try(each)
+
+    def _forget_unstarted(self, containers: Iterable[Container]) -> None:
+        """Forget the allocations of containers that kubelet has given up, by the same facts as their claims."""
+        primary, until = KINDS[self._settings.resources][-1], clock.monotonic() - self._settings.orphan_grace
+        listed = [(each.gpu, each.numbers.get(primary)) for each in containers if self._has_group(each.pod)]
+        for devices_given, given in [*self._given.items()]:
+            if given.at < until and devices_given not in listed:
+                self._given.pop(devices_given, None)
+
+    def _has_group(self, pod: str) -> bool:
+        return group_path(pod, self._settings) is not None
 
     def complete(self) -> None:
         for each in self._pending:

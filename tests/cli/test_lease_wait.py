@@ -6,8 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -251,6 +254,69 @@ def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number:
     assert first.communicate("done", timeout=30)[0] == "done"
     granted = json.loads(second.communicate(timeout=30)[0])
     assert (granted["id"], granted["owner"]["pid"]) == (before[1]["id"], os.getpid())
+
+
+def test_restarts_under_callers(make_node: Callable[..., Node]) -> None:
+    """While mpsd restarts again and again, each caller that may wait gets one lease, and no caller an error."""
+    node, ended = make_node(simulate=1).start(), Event()
+
+    def call() -> list[tuple[int, str]]:
+        outcomes = []
+        while not ended.is_set():
+            done = run_mpsctl(node.socket, "run", "--threads", "1", "--memory", "1GiB", "--wait", "60", "--", "true")
+            outcomes.append((done.returncode, done.stderr if done.returncode else ""))
+        return outcomes
+
+    with ThreadPoolExecutor(4) as callers:
+        running = [callers.submit(call) for _ in range(4)]
+        try:
+            for number in (signal.SIGTERM, signal.SIGKILL) * 6:
+                wait_until(lambda: node.events("lease_ended"), what="a lease to end")
+                node.end(number)
+                node.start()
+        finally:
+            ended.set()
+        outcomes = [each for caller in running for each in caller.result()]
+    assert {*outcomes} == {(0, "")}
+    listed = node.get("/v1/events?after=0").body.splitlines()
+    leases = Counter(each["lease"] for each in map(json.loads, listed) if each["event"] == "lease_granted")
+    assert (len(leases), {*leases.values()}) == (len(outcomes), {1})
+    wait_until(lambda: not node.leases(), what="every lease to end")
+
+
+def test_an_mpsd_that_never_comes(short_tmp: Path) -> None:
+    """An mpsd that never answered is waited for a moment, which is said, and no longer than the caller may wait."""
+    done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "1", "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert re.match(r"mpsctl: mpsd is gone \(there is no socket .+\); retrying for \d+ s\n", done.stderr)
+
+
+def test_an_mpsd_that_comes(make_node: Callable[..., Node], start: Start) -> None:
+    """A caller that comes before mpsd gets its lease."""
+    node = make_node(simulate=1)
+    process = start(node.socket, "run", *MOST, "--wait", "60", "--", "echo", "ran")
+    assert "retrying" in line(process)
+    node.start()
+    assert process.communicate(timeout=30)[0] == "ran\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_watched_list(make_node: Callable[..., Node], start: Start, number: signal.Signals) -> None:
+    """A list that is repeated survives a restart of mpsd, and says that it is gone, and of when the list is."""
+    node = make_node(simulate=1).start()
+    process = start(node.socket, "daemons", "--no-headers", "--watch", "0.1")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("gpu0 ")
+    node.end(number)
+    assert re.fullmatch(r"mpsctl: mpsd is gone \(.+\); the list is of \d\d:\d\d:\d\d, and .*\n", line(process))
+    node.start()
+    assert "ready" in process.stdout.readline()
+    assert process.poll() is None
+
+
+def test_a_watched_list_of_no_mpsd(short_tmp: Path) -> None:
+    """Where mpsd has never answered, nothing is repeated."""
+    assert run_mpsctl(short_tmp / "s", "leases", "-w").returncode == 69
 
 
 def granted() -> bytes:

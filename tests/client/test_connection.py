@@ -19,6 +19,7 @@ from mpsd.core.errors import DoesNotFitError, InvalidRequestError, MpsdError, Un
 from mpsd.core.settings import Settings
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT
+from tests.harness import wait_until
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: Chunked\r\n\r\n"
@@ -74,6 +75,17 @@ def test_closed_connections(short_tmp: Path) -> None:
         assert server.connections == 2
 
 
+def test_closed_between_requests(short_tmp: Path) -> None:
+    """A connection that the server has closed since its answer carries no request: nothing is sent there."""
+    with answering(short_tmp / "s", [http(1), Answering.hang_up], http(2)) as server:
+        with Connection(str(short_tmp / "s")) as client:
+            first = client.connect()
+            client.get("/")
+            wait_until(first.is_over, what="the server to close")
+            assert client.post("/v1/leases", {}) == 2
+        assert (server.connections, len(server.requests)) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -85,11 +97,13 @@ def test_closed_connections(short_tmp: Path) -> None:
     ],
 )
 def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
-    """A truncated answer is reported as such, with what is unknown because of it."""
-    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
-        with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
+    """A truncated answer is reported as such; only a request that changes something may have had an effect."""
+    with answering(short_tmp / "s", answer, answer), Connection(str(short_tmp / "s")) as client:
+        with pytest.raises(UnreachableError, match="broke before the answer arrived") as reading:
             client.get("/")
-        assert "mpsctl leases" in error.value.hint
+        with pytest.raises(UnreachableError, match="broke before the answer arrived") as changing:
+            client.post("/", {})
+        assert ["unknown" in each.value.detail for each in (reading, changing)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_block(node: Node, short_tmp: Path, language: str, block: str) -> None:
     assert all(each["because"].endswith("released it") for each in taken)
     if "heartbeat" in block:
         assert said.splitlines()[-1].endswith(" heartbeat")
-    if '["env"]' in block:
+    if '**lease["env"]' in block:
         assert "CUDA_MPS_PIPE_DIRECTORY=" in said
 
 

@@ -16,8 +16,11 @@ COMES: Final = {Event.STARTED, Event.ADOPTED}
 OPERATOR: Final = {Event.HOLD, Event.DRAIN, Event.RESUME, Event.STOP, Event.RESET}
 """Commands that an operator may give at any moment."""
 
-WITNESSED: Final = {Event.DIED, Event.SILENT, Event.VERIFIED, Event.UNPROVEN}
-"""Events that a running process may cause at any moment."""
+WITNESSED: Final = {Event.SILENT, Event.VERIFIED, Event.UNPROVEN}
+"""Events that a running process may cause at any moment, beside its end."""
+
+GONE: Final = {Event.DIED, Event.ENDED}
+"""The ends of a process: by itself, and by mpsd."""
 
 
 def reachable(events: frozenset[Event]) -> set[State]:
@@ -48,6 +51,8 @@ def test_no_word_of_an_operator_is_a_bug() -> None:
 def test_nothing_that_a_process_does_is_a_bug_while_it_runs() -> None:
     """No event of a process is a bug in a state that has a process."""
     assert not [(state, event) for state in RUNNING for event in WITNESSED if TABLE[state][event] is BUG]
+    ends = {state: [event for event in GONE if TABLE[state][event] is not BUG] for state in RUNNING}
+    assert ends == {state: [Event.ENDED if state is State.STOPPING else Event.DIED] for state in RUNNING}
 
 
 def test_a_process_comes_where_there_is_none() -> None:
@@ -92,9 +97,9 @@ def test_a_hung_daemon_is_left_alone() -> None:
 
 
 def test_stopping_is_an_operator_s_word() -> None:
-    """Only an operator's command stops a daemon, and its death then does not start it again."""
+    """Only an operator's command stops a daemon, and its end then does not start it again."""
     assert {event for state, event in PAIRS if TABLE[state][event] is State.STOPPING} == {Event.STOP}
-    assert TABLE[State.STOPPING][Event.DIED] is State.DOWN
+    assert TABLE[State.STOPPING][Event.ENDED] is State.DOWN
 
 
 def test_every_state_is_reachable() -> None:
@@ -123,7 +128,7 @@ def test_any_life(events: list[Event]) -> None:
         if TABLE[state][event] is BUG:
             continue
         state = step(state, event) or state
-        alive = event in COMES or (alive and event is not Event.DIED)
+        alive = event in COMES or (alive and event not in GONE)
         assert alive == (state in RUNNING), (event, state)
     assert ANSWERED <= RUNNING
     assert not isinstance(state, Outcome)

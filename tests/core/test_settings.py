@@ -247,7 +247,7 @@ def test_every_kind_of_violation_has_its_action() -> None:
     own = {row.removeprefix("violations.") for row in ROWS if row.startswith("violations.")}
     settings = parse('[enforcement]\non_violation = "terminate"')
     ending = {kind for kind in ViolationKind if settings.on_violation(kind) is OnViolation.TERMINATE}
-    assert ending == own == {*ViolationKind} - {"limits", "short", "user"}
+    assert ending == own == {*ViolationKind} - {"limits", "connections", "short", "user"}
     assert all(
         parse(f'[violations]\n{kind} = "terminate"').on_violation(kind) is OnViolation.TERMINATE for kind in ending
     )

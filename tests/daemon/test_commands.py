@@ -215,7 +215,7 @@ class TestStop:
 
     @pytest.mark.thorough
     def test_one_that_runs(self, short_tmp: Path) -> None:
-        """A running mpsd is ended first, with all its processes; without one, the command succeeds too."""
+        """A running mpsd is ended first, with all its processes, which is no death; without one, it succeeds too."""
         root = short_tmp / "n"
         options = ["--root", f"{root}", "--simulate", "1"]
         node = Node(root=root, simulate=None)
@@ -227,6 +227,9 @@ class TestStop:
             )
             assert done.returncode == 0, done.stderr
             assert terminal.wait_for_the_end() == 0
+        logged = [json.loads(line) for line in done.stderr.splitlines()]
+        (down,) = (each for each in logged if each["event"] == "daemon_state" and each["state"] == "down")
+        assert down["on"] == "ended"
         wait_until(lambda: not Path(f"/proc/{daemon['pid']}").exists(), what="the control daemon to end")
         assert not node.socket.exists()
         done = subprocess.run(

@@ -32,6 +32,7 @@ from tests.fork_server import ForkServer
 from tests.gate.source import ROOT
 from tests.harness import look_at, wait_until
 from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
 from tests.system.fake_nvml import FakeNvml
 from tests.system.processes.test_process_table import running
 
@@ -436,6 +437,13 @@ class TestWithoutMpsd:
         assert status == 1
         assert one(found, "orphans", f"pid {server.pid}")["evidence"]["pipe_directory"] == str(directory)
         assert one(found, "stopped", f"pid {server.pid}")["verdict"] == "fail"
+
+    def test_servers_of_another_mpsd(self, node: Node, make_node: Start) -> None:
+        """The server of another mpsd's simulated control daemon has its daemon, and is no orphan."""
+        other = make_node(simulate=1, control=None).start()
+        with SimulatedClient({**variables(other), **other.lease(threads=10, memory="1GiB")["env"]}) as client:
+            server = client.hello["server"]
+            assert f"pid {server}" not in {each["subject"] for each in doctor(node, *only("orphans"))[1]["orphans"]}
 
     def test_caller_that_looks_elsewhere(self, node: Node) -> None:
         """The caller's own environment is checked."""

@@ -51,13 +51,15 @@ def _summary(documented: object) -> str:
     return " ".join((documented.__doc__ or "").split())
 
 
-def errors_table() -> str:
-    lines = [("code", "whose doing", "status", "exit", "again?", "meaning")]
+def errors_list() -> str:
+    """Return every error, in a list for each party whose doing it is."""
+    lists: dict[str, list[str]] = {}
     for error in catalogue():
         doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
-        again = "yes" if error.retryable else "no"
-        lines.append((f"`{error.code}`", doing, f"{error.status}", f"{error.exit_code}", again, _summary(error)))
-    return _table(*lines)
+        again = ", retry" if error.retryable else ""
+        line = f"- `{error.code}` ({error.status}, exit {error.exit_code}{again}): {_summary(error)}"
+        lists.setdefault(doing, []).append(line)
+    return "\n\n".join("\n".join((f"**{doing[0].upper()}{doing[1:]}**\n", *lines)) for doing, lines in lists.items())
 
 
 def lifecycle_diagram() -> str:
@@ -116,55 +118,51 @@ def frameworks_table() -> str:
 
 def events_page() -> str:
     """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
-    events = [("event", "level", "facts", "meaning")]
+    kinds = []
     for kind in EventName:
         facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(kind).items())
-        events.append((f"`{kind}`", ", ".join(kind.levels.split()), facts, kind.meaning))
-    common = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in COMMON.items())]
-    facts_table = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in FACTS.items())]
+        kinds.append(f"- `{kind}` ({'/'.join(kind.levels.split())}): {kind.meaning} {facts}".rstrip())
+    listed = "\n".join(kinds)
+    facts = "\n".join(f"- `{name}`: {meaning}" for name, meaning in (*COMMON.items(), *FACTS.items()))
     return f"""# Events
 
-mpsd logs each decision as an event: one JSON object with its facts. Four outputs show the events:
+mpsd logs each decision as an event: one JSON object with its facts. `mpsctl events` prints them as sentences, and with
+`-o json` the lines of `GET /v1/events`. The log of mpsd has these lines without `seq`; the journal has them as entries,
+each kind with its own `MESSAGE_ID`.
 
-- `mpsctl events` prints them as sentences.
-- `mpsctl events -o json` prints the lines of `GET /v1/events`.
-- The log of mpsd has the same lines without numbers.
-- The journal has them as entries, in which each kind has a `MESSAGE_ID` of its own.
+A program must ignore unknown kinds and facts, because later releases may add some. They remove none. Texts such as
+`because`, `hint` and `words` are for readers, and their wording may change.
 
-A program that reads events must ignore unknown kinds and facts, because later releases may add some. They remove none.
-Texts such as `because`, `hint` and `words` are for readers, and their wording may change.
+## Kinds
 
-`python -m tests.gate.generate` makes this page from the code.
+Each kind has its level, its meaning and its facts. One with a `?` is absent in some events.
 
-## Facts of every event
-
-{_table(*common)}
-
-## Kinds of events
-
-A fact with a `?` is absent in some events of its kind.
-
-{_table(*events)}
+{listed}
 
 ## Facts
 
-{_table(*facts_table)}
+{facts}
 """
 
 
-def metrics_tables() -> str:
-    """Return every metric, in a table for each subject."""
-    tables = []
+def metrics_lists() -> str:
+    """Return every metric, in a list for each subject."""
+    lists = []
     for section, families in SECTIONS.items():
-        lines = [("metric", "type", "labels", "meaning")]
+        lines = []
         for each in families:
             name = f"{each.name}_bucket" if each.kind is Kind.HISTOGRAM else each.series
             own = {Kind.STATESET: (each.name,), Kind.HISTOGRAM: ("le",)}.get(each.kind, ())
-            labels = ", ".join(f"`{label}`" for label in (*each.labels, *own))
-            lines.append((f"`{name}`", each.kind, labels, each.help))
+            labels = ",".join((*each.labels, *own))
+            lines.append(
+                f"- `{name}{{{labels}}}` ({each.kind}): {each.help}"
+                if labels
+                else f"- `{name}` ({each.kind}): {each.help}"
+            )
         about = f"\n\n{_ABOUT_USERS}" if all(each.about_users for each in families) else ""
-        tables.append(f"### {section}{about}\n\n{_table(*lines)}")
-    return "\n\n".join(tables)
+        listed = "\n".join(lines)
+        lists.append(f"### {section}{about}\n\n{listed}")
+    return "\n\n".join(lists)
 
 
 def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> str:
@@ -179,9 +177,9 @@ def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> s
 
 _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "docs/guide/user.md": ("frameworks", frameworks_table),
-    "docs/reference/errors.md": ("errors", errors_table),
+    "docs/reference/errors.md": ("errors", errors_list),
     "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),
-    "docs/reference/metrics.md": ("metrics", metrics_tables),
+    "docs/reference/metrics.md": ("metrics", metrics_lists),
 }
 """The documents with a generated part, and the name of that."""
 

@@ -361,7 +361,9 @@ def hook(api: Api, lease: str | None, *, root: str | None, deadline: float, by_e
         )
     if root is not None:
         request["cgroup"] = _pod_group(state.pid, root)
-        _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
+        taken = _take_for_pod(api, lease, request, uid)
+        _check_same(taken, lease, directory)
+        kubernetes_hook.check_connections(found.variables, taken["env"])
         return
     request["pid"] = state.pid
     # Without a control group by the runtime (podman of a user on version 1), the container would share one with others.

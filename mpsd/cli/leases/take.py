@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
 
-_ASK_AT_LAST: Final = 5.0
+_ASK_AT_LAST: Final = 1.0
 """Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
+
+BRIDGED: Final = 10.0
+"""Seconds for which an mpsd that never answered is waited for: without socket activation, none listens while it is
+restarted."""
 
 _LONGEST_PAUSE: Final = 16.0
 """Maximum seconds between two queries of the queue. The longer the queue, the more each query costs mpsd."""
@@ -48,7 +52,7 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
 
     mpsd fills in the defaults of options that are None. A signal that ends mpsctl gives up the place, or a lease that
     was granted at that very moment. Raises the errors of `Api.admit`, and SignalledError. An mpsd that stops answering
-    is waited for too, but not one that never answered.
+    is waited for too, and one that never answered for BRIDGED seconds at most.
     """
     request = given(**options)
     if not wait:
@@ -58,7 +62,6 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
     queue = _Queue(api, request_id)
     with raised_signals():
         try:
-            api.connect()
             lease = _repeat_until_answered(api, queue, {**request, "request_id": request_id}, start + wait)
         except SignalledError:
             queue.progress.say(f"interrupted; {queue.leave()}")
@@ -73,17 +76,19 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
 def _repeat_until_answered(
     api: Api, queue: "_Queue", request: Mapping[str, object], end: float
 ) -> "answer_types.Lease":
-    pause = _ASK_AGAIN
+    pause, until, answered = _ASK_AGAIN, min(end, time.monotonic() + BRIDGED), False
     while True:
         left = max(end - time.monotonic(), 0.0)
         request = {**request, "wait": None if left == inf else left}
         try:
+            api.connect()
+            until, answered = end, True
             return api.admit(request, deadline=left + DEADLINE, meanwhile=queue.look)
         except (UnreachableError, StoppingError) as error:
-            if time.monotonic() >= end or not error.retryable:
+            if time.monotonic() >= until or not error.retryable:
                 raise
-            queue.lose(error)
-        time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
+            queue.lose(error, answered=answered)
+        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
         pause = min(pause * 2, _ASK_AT_LAST)
 
 
@@ -128,13 +133,12 @@ class _Queue:
         self._stands = f"{place}: {wait['because']}"
         self._brief = f"{place}: {wait['because'].rpartition(', but ')[2]}"
 
-    def lose(self, error: MpsdError) -> None:
+    def lose(self, error: MpsdError, *, answered: bool) -> None:
         """Inform the user, once, that mpsd is gone, and of the error that interrupted the wait."""
         if not self._lost:
             self._lost = True
-            self.progress.say(
-                f"mpsd is gone ({error.detail}); retrying until it is back, which keeps the place in the queue"
-            )
+            until = "until it is back, which keeps the place in the queue" if answered else f"for {BRIDGED:g} s"
+            self.progress.say(f"mpsd is gone ({error.detail}); retrying {until}")
 
     def leave(self) -> str:
         """Give up the place at once, which mpsd itself does only after a while; return the outcome."""

@@ -116,6 +116,9 @@ class ProcessSeen:
     """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
     group: str = ""
     """The path of its control group."""
+    is_served: bool = False
+    """Whether it is a server whose parent listens in its pipe directory, and so is its control daemon, however named:
+    that of another mpsd's demo is a simulated one."""
 
     @property
     def pipe_directory(self) -> str | None:

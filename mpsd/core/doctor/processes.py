@@ -218,7 +218,7 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
     # A simulated control daemon does not look like NVIDIA's: only mpsd reports it as one.
     parents = {each.pid for each in living(seen) if each.part == DAEMON} | reported
     for each in living(seen):
-        if each.part == SERVER and each.parent not in parents and each.pid not in reported:
+        if each.part == SERVER and not each.is_served and each.parent not in parents and each.pid not in reported:
             because = (
                 f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing"
                 " limits it any more"

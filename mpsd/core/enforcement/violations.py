@@ -29,7 +29,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.mps.control_daemons import OtherDaemon
 from mpsd.core.mps.limits import EVERYTHING, LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
-from mpsd.core.mps_facts import CONTEXT_BYTES
+from mpsd.core.mps_facts import CONTEXT_BYTES, MAX_CONNECTIONS
 from mpsd.core.quantities import Bounds
 from mpsd.core.units import briefly, format_alike
 
@@ -286,6 +286,8 @@ def of_client(
         yield _of_processes(client, lease, near)
     else:
         yield from _of_limits(client, lease, share, memory=memory)
+        if client.places > share.places:
+            yield _of_connections(client, lease, share)
 
 
 def _may_have_a_lease(client: Client, near: Lease | None) -> str:
@@ -324,6 +326,17 @@ def _of_processes(client: Client, lease: Lease, near: Lease | None) -> Violation
     may_have_another = isinstance(client.environment, Unknown) and _is_of_user(client, near)
     own = most is not None and not may_have_another
     return _of(client, ViolationKind.PROCESSES, lease, because, hint, own=own)
+
+
+def _of_connections(client: Client, lease: Lease, share: Share) -> Violation:
+    """Judge a client that takes more places of its GPU than its lease has for it: fewer clients of others fit."""
+    pid, places = client.identity.pid, client.places
+    because = (
+        f"process {pid} takes {places} of the {client.clients_max} client places of {client.daemon} instead of"
+        f" {share.places}: it was started with {MAX_CONNECTIONS}={client.connections}"
+    )
+    hint = f"start it again without {MAX_CONNECTIONS}, or request them: mpsctl run --connections {client.connections}"
+    return _of(client, ViolationKind.CONNECTIONS, lease, because, hint, own=False)
 
 
 def _invisible_entry(client: Client) -> str | None:

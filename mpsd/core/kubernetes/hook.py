@@ -14,7 +14,7 @@ from mpsd.core.containers.cdi import PIPE_DIRECTORY, Program
 from mpsd.core.errors import NotPermittedError
 from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, Limit, invisible_entry, wider
-from mpsd.core.mps_facts import CLIENT_PRIORITY, UNASKED
+from mpsd.core.mps_facts import CLIENT_PRIORITY, DEFAULT_CONNECTIONS, MAX_CONNECTIONS, UNASKED, connections
 from mpsd.core.roles import RESERVED
 from mpsd.core.units import briefly
 
@@ -63,6 +63,23 @@ def check(
             hint=f"remove {name} from the env of the container in its pod's manifest; for a larger share, request more"
             " of the resource",
             limit=name,
+        )
+    check_connections(own, lease)
+
+
+def check_connections(own: Mapping[str, str], lease: Mapping[str, str]) -> None:
+    """Refuse a container whose processes would take more client places of the GPU than its lease has for them.
+
+    Raises NotPermittedError.
+    """
+    has, may = (connections(each.get(MAX_CONNECTIONS, "")) or DEFAULT_CONNECTIONS for each in (own, lease))
+    if has > max(may, DEFAULT_CONNECTIONS):
+        raise NotPermittedError(
+            f"the container has {MAX_CONNECTIONS}={has}, so that each of its processes would take several client places"
+            " of the GPU",
+            hint=f"remove {MAX_CONNECTIONS} from the env of the container in its pod's manifest, and from its image; a"
+            " claim may request them: `connections`",
+            limit=MAX_CONNECTIONS,
         )
 
 

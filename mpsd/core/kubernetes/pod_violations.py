@@ -10,6 +10,7 @@ from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import KINDS
 from mpsd.core.kubernetes.settings import Offer, Settings
 from mpsd.core.model import ViolationKind
+from mpsd.core.mps_facts import MAX_CONNECTIONS
 from mpsd.core.settings import OnViolation
 
 
@@ -48,6 +49,10 @@ def message(violation: PodViolation, user: str, settings: Settings) -> str:
             if violation.policy == OnViolation.TERMINATE:
                 because += ", and mpsd ends it"
             remedy = "request more of the GPU, or have each process allocate less, as by the fraction of its framework"
+        case ViolationKind.CONNECTIONS:
+            remedy = f"leave {MAX_CONNECTIONS} out of its `env` and of its image"
+            if settings.resources is Offer.DRA:
+                remedy += ", or set the parameter `connections` of its claim"
         case _:
             remedy = next((text for kind, text in _REMEDIES.items() if kind == violation.kind), "restart the container")
     return f"{user}: {because}; {remedy}" if user else f"{because}; {remedy}"

@@ -676,11 +676,11 @@ class Supervisor:
             ended = self._obeyed(ended, self._control_log.quit, chain.from_iterable(served.values()))
         self.observer.forget()
         self._control_log.forget()
-        # 1. mpsd made it quit, so this is no death.
+        # 1. mpsd made it end, so this is no death.
         # 2. Nor is this: the holder of the lock prevents every start, and may be gone soon.
         # 3. Any other end is a death. It counts, and the contexts of its clients end with its servers.
         if self.state is State.STOPPING:
-            self._move(Event.DIED, ended.how)
+            self._move(Event.ENDED, f"mpsd stopped it: {ended.how}")
         elif holder is not None:
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")

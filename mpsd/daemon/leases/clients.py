@@ -37,7 +37,13 @@ from mpsd.system.processes import proc
 from mpsd.system.processes.process_table import NewProcesses
 
 _BY_ATTRIBUTION: Final = frozenset(
-    {ViolationKind.PROCESSES, ViolationKind.LIMITS, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
+    {
+        ViolationKind.PROCESSES,
+        ViolationKind.LIMITS,
+        ViolationKind.CONNECTIONS,
+        ViolationKind.MEMORY,
+        ViolationKind.OUTSIDE,
+    }
 )
 """The kinds of violation that belong to a lease, and so depend on the attribution of a process."""
 

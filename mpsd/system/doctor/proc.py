@@ -10,7 +10,7 @@ from typing import Final
 
 from mpsd.core import frameworks
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
-from mpsd.core.doctor.parts import DAEMON, UNREAD
+from mpsd.core.doctor.parts import DAEMON, SERVER, UNREAD
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.control_daemons import COMM
 from mpsd.core.sanitize import text
@@ -56,7 +56,25 @@ async def processes(
     except PermissionError as error:
         return _hidden(error.filename)
     seen = sorted((each for each in found if each is not None), key=lambda each: each.pid)
-    return Known(await _with_lookalikes(seen, tuple(program), runtime_dir, reader))
+    return Known(_with_parents(await _with_lookalikes(seen, tuple(program), runtime_dir, reader)))
+
+
+def _with_parents(found: Sequence[ProcessSeen]) -> tuple[ProcessSeen, ...]:
+    """Mark the servers whose parents listen in their pipe directories, as far as the caller may see that."""
+    listening = dict[str, frozenset[int]]()
+    for each in found:
+        if each.part == SERVER and each.pipe_directory is not None and not each.apart:
+            with contextlib.suppress(OSError):
+                listening[each.pipe_directory] = sock_diag.listening(Path(each.pipe_directory) / "control")
+    holders = process_table.holding([inode for inodes in listening.values() for inode in inodes])
+    return tuple(
+        replace(
+            each,
+            is_served=each.part == SERVER
+            and not listening.get(each.pipe_directory or "", frozenset()).isdisjoint(holders.get(each.parent, ())),
+        )
+        for each in found
+    )
 
 
 async def _with_lookalikes(

@@ -42,8 +42,9 @@ from mpsd.core.model import (
     ViolationKind,
 )
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, NOTHING, PINNED_DEVICE_MEM_LIMIT, Limit
+from mpsd.core.mps_facts import MAX_CONNECTIONS
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
-from mpsd.core.settings import Settings
+from mpsd.core.settings import OnViolation, Settings
 from mpsd.core.units import GIB, MIB
 from mpsd.simulator.cuda import Pinned, pinned
 
@@ -323,6 +324,20 @@ def test_its_own_environment(limit: Limit, more: str, fewer: str) -> None:
         assert [each.own for each in of_client(attached, denied=True, memory=True)] == [False for _ in expected]
         own = AttributedClient(client(environment={limit.variable: text}), lease(), counted=True)
         assert kinds(own) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "has", "expected"),
+    [("32", 1, [ViolationKind.CONNECTIONS]), ("3", 1, [ViolationKind.CONNECTIONS]), ("2", 1, []), ("x", 1, []),
+     ("32", 12, []), ("32", 11, [ViolationKind.CONNECTIONS])],
+)  # fmt: skip
+def test_more_connections(value: str, has: int, expected: list[ViolationKind]) -> None:
+    """A client that takes more places of the GPU than its lease has for it is reported, and never ended."""
+    granted = structs.replace(lease(), shares=(structs.replace(lease().shares[0], places=has),))
+    attached = AttributedClient(client(environment={MAX_CONNECTIONS: value}), granted, counted=True)
+    assert kinds(attached) == expected
+    assert not any(each.own for each in of_client(attached, denied=True, memory=True))
+    assert Settings().on_violation(ViolationKind.CONNECTIONS) is OnViolation.REPORT
 
 
 def test_short() -> None:

@@ -253,7 +253,7 @@ def test_for_whom(line: Line) -> None:
 
     def obstacles(uid: int | None) -> list[tuple[str, str] | None]:
         """Return the code and the limit for each GPU, which are those of a refusal of the smallest share."""
-        found = []
+        found = list[tuple[str, str] | None]()
         for gpu in line.call("GET", "/v1/gpus", uid=uid).answer().json["gpus"]:
             answer, obstacle = line.ask(uid=uid, threads=0.1, memory="1MiB", gpu=gpu["uuid"]).json, gpu["obstacle"]
             if obstacle is None:

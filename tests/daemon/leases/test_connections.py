@@ -76,7 +76,7 @@ def test_inherited(node: Node) -> None:
 
 
 def test_set_by_the_program(node: Node) -> None:
-    """A client with more connections than its lease weighs as it is; one without a context for it is explained."""
+    """A client with more connections than its lease weighs as it is, and is a violation of its lease."""
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             lease = admitted(node)
@@ -94,17 +94,16 @@ def test_set_by_the_program(node: Node) -> None:
         wait_until(lambda: taken(node) == 48, what="its connections to be read")
         assert late.context()["error"] == "CUDA_ERROR_OUT_OF_MEMORY"
         verified = node.get(f"/v1/leases/{lease['id']}/verify").json
-        assert (verified["ok"], verified["verdict"]) == (False, "unknown")
-        assert verified["because"].startswith(f"process {late.pid} may have no context: the clients on gpu0 take 48 of")
-        assert FULL in verified["because"]
+        assert (verified["ok"], verified["verdict"]) == (False, "violation")
+        assert f"takes 12 of the 48 client places of gpu0 instead of 1: it was started with {NAME}=32" in str(verified)
+        wait_until(lambda: len(node.events("violation", kind="connections")) == 4, what="all of them to be reported")
+        assert node.leases()[0]["violations"][0]["kind"] == "connections"
         (told,) = [each for each in node.events("client_attributed", client=late.pid) if "because" in each]
         assert FULL in told["because"]
         explained = node.mpsctl("explain", lease["id"]).stdout
         assert explained.count("although memory is free") >= 2, explained  # the event, and the present state
         found = node.mpsctl("doctor", "--only", "connections", "-o", "json").stdout
         assert f"process {late.pid} of lease {lease['id']} was started with {NAME}=32" in found
-        # Those that have their contexts are well.
-        assert node.get(f"/v1/leases/{node.leases()[0]['id']}/verify").json["ok"]
         late.end()
         wait_until(lambda: taken(node) == 37, what="its places to be free again")
     wait_until(lambda: taken(node) == 4, what="all of them to be free again")

@@ -72,6 +72,19 @@ def test_another_user_of_the_same_claim(cluster: DraCluster) -> None:
     end(second)
 
 
+def test_more_connections_than_its_claim(cluster: DraCluster) -> None:
+    """A container whose own environment has more connections than its claim would take places that nobody counted."""
+    claim = cluster.claim()
+    pod = cluster.pod(claim)
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    process = created(pod, 7)
+    for value, status in (("32", 77), ("3", 77), ("2", 0), ("1", 0), ("x", 0)):
+        done = call_hook(cluster, device, process.pid, variables={"CUDA_DEVICE_MAX_CONNECTIONS": value})
+        assert (done.returncode, "remove CUDA_DEVICE_MAX_CONNECTIONS" in done.stderr) == (status, status != 0)
+    end(process)
+
+
 def test_another_pod_of_the_same_claim(cluster: DraCluster) -> None:
     """A pod that shares a claim with another starts with the claim's lease."""
     claim = cluster.claim()

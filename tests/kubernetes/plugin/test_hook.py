@@ -87,6 +87,7 @@ REFUSED = [
     ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"),
     ("CUDA_VISIBLE_DEVICES", "1"),
     ("CUDA_MPS_PROTOCOL_VERSION", "3"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
     ("NVIDIA_VISIBLE_DEVICES", "all"),
     ("MPSD_ALLOCATION", "0123456789abcdef"),
     ("MPSD_ALLOCATION", "x" * 100_000),
@@ -142,6 +143,21 @@ def test_its_own_env_without_the_hook(make_cluster: MakeCluster, api_server: Api
     (event,) = wait_until(lambda: written(api_server), what="the event of its pod")
     assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "ShareViolated")
     assert "leave CUDA_VISIBLE_DEVICES and CUDA_MPS_* out of its `env`" in event["message"]
+
+
+def test_its_own_connections_without_the_hook(make_cluster: MakeCluster, api_server: ApiServer) -> None:
+    """Its client is a violation, too, which its pod shows, and its places count for it."""
+    cluster = make_cluster(control=None, settings=account(api_server))
+    pod = cluster.create({"main": {SLICE: 1}})
+    more = {**outside(cluster.node), "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert hello(pod.start("main", program(), more=more))[0]
+    (event,) = wait_until(lambda: written(api_server), what="the event of its pod")
+    assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "ShareViolated")
+    assert "takes 12 of the 48 client places of gpu0 instead of 1" in event["message"]
+    assert "leave CUDA_DEVICE_MAX_CONNECTIONS out of its `env`" in event["message"]
+    (lease,) = cluster.leases()
+    assert [each["kind"] for each in lease["violations"]] == ["connections"]
+    assert cluster.node.get("/v1/gpus").json["gpus"][0]["clients"] == 12
 
 
 def test_its_own_smaller_share(make_cluster: MakeCluster) -> None:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mpsd.core.kubernetes import hook
 from mpsd.kubernetes.service import READY
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
@@ -219,6 +220,19 @@ class TestRestarts:
         assert lease["active_thread_percentage"] == 100
         other.start("main")
         cluster.await_held(other)
+
+    def test_pods_that_never_start(self, make_cluster: MakeCluster) -> None:
+        """Nothing is kept of a container that kubelet has given up before its start, neither lease nor allocation."""
+        cluster = make_cluster(settings={"ORPHAN_GRACE": "0.5"})
+
+        def allocation() -> str:
+            pod = cluster.create({"main": {SLICE: 20}})
+            (lease,) = cluster.leases()
+            pod.delete()
+            await_idle(cluster)
+            return str(lease["labels"][hook.LABEL])
+
+        assert len({allocation(), allocation(), allocation()}) == 3
 
     def test_a_reboot(self, make_cluster: MakeCluster) -> None:
         """If no lease from before is left, a container of kubelet's record gets another one when it starts again."""

@@ -243,11 +243,12 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
 def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
     """Print a lease in any format; the formats for programs contain its token."""
     if form == "env":
+        from mpsd.cli.leases import caller
         from mpsd.core.mps_facts import UNASKED
 
         variables = environment(api, lease, share)
         if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
-            click.echo(f"unset {' '.join(inherited)}")
+            click.echo(caller.unset(inherited))
         click.echo(as_exports(variables))
     elif form == "env-file":
         click.echo(as_env_file(environment(api, lease, share)))

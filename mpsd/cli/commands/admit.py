@@ -27,7 +27,7 @@ from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
 
@@ -385,7 +385,7 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     print_lease(api, form, api.attach(find.find(api, lease)))
 
 
-@click.command()
+@click.command(cls=ForEval)
 @several_leases
 @click.option(
     "--end-clients",
@@ -393,22 +393,47 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     help="End its clients too, each by terminate_client before any signal, and the lease with the last of them. Waits"
     " for that; Ctrl-C stops the waiting only.",
 )
+@click.option(
+    "-o",
+    "--output",
+    "form",
+    type=click.Choice(["table", "env"]),
+    default="table",
+    show_default=True,
+    help="Output format; env unsets what the shell has from the lease.",
+)
 @with_api
-def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
+def release(api: Api, leases: tuple[str, ...], form: str, *, end_clients: bool) -> None:
     """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
     LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
     continue without a lease, unless --end-clients ends them. Those of a lease that has ended before are not ended: with
     --end-clients, mpsctl names them, and exits with 1.
-    """
+
+    \b
+    A shell that took the lease by `mpsctl admit` keeps its environment, with which programs get no GPU. It loses both:
+        eval "$(mpsctl release -o env)"
+    """  # noqa: D301 - click knows by that character what not to wrap
 
     def end_one(lease: str) -> None:
-        is_released = True
-        if end_clients:
-            is_released = find.end_with_clients(api, lease)
-        else:
-            api.release(lease)
-        click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")
+        is_released, variables = True, find.inherited(api, lease)
+        try:
+            if end_clients:
+                is_released = find.end_with_clients(api, lease)
+            else:
+                api.release(lease)
+        except NotFoundError:
+            if not variables:
+                raise
+            is_released = False  # mpsd has forgotten it, and the shell has not
+        done = f"{plain(lease)} {'is released' if is_released else 'had ended already'}"
+        if form == "env":
+            note(done)
+            click.echo(caller.unset(variables))
+            return
+        click.echo(done)
+        if variables:
+            note(f"this shell still has its environment, with which programs get no GPU; to remove it: {find.REMOVES}")
 
     find.for_each(api, leases, end_one)
 

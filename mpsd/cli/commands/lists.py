@@ -232,6 +232,8 @@ def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> Non
             print_lease(api, form, answer, share)
         found.append(answer)
 
+    if not leases and form == "table":
+        find.note_if_over(api)
     try:
         find.for_each(api, leases, show_one)
     finally:

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -54,10 +54,23 @@ def environment() -> dict[str, str]:
 
 def name(pid: int) -> str:
     """Return the name of a process, with its pid."""
+    comm = _comm(pid)
+    return f"{comm} (pid {pid})" if comm else f"pid {pid}"
+
+
+def _comm(pid: int) -> str:
+    """Return the kernel's name of a process; empty where it is gone or hidden."""
     try:
-        return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
-        return f"pid {pid}"
+        return ""
+
+
+def unset(names: Iterable[str]) -> str:
+    """Return the line that unsets variables in the shell that evaluates it, fish or another; empty without any."""
+    joined = " ".join(names)
+    verb = "set -e" if _comm(reading_program() or calling_program()) == "fish" else "unset"
+    return f"{verb} {joined}" if joined else ""
 
 
 def _original(pid: int) -> int:

@@ -12,12 +12,24 @@ from mpsd.cli.command import SignalledError, attempt, note
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, NotFoundError, UnreachableError
+from mpsd.core.errors import InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 _VARIABLE: Final = "MPSD_LEASE"
+_OF_EACH: Final = frozenset(
+    {
+        "CUDA_MPS_PIPE_DIRECTORY",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+        "MPSD_LEASE_TOKEN",
+        _VARIABLE,
+    }
+)
+"""The variables that the environment of each lease has."""
+
 _PREFIX: Final = "lease-"
 _WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
 _ENDED: Final = "ended"
@@ -73,6 +85,39 @@ def own() -> str:
     if lease := os.environ.get(_VARIABLE):
         return lease
     raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
+
+
+REMOVES: Final = 'eval "$(mpsctl release -o env)"'
+"""The command with which a shell loses the environment of its lease."""
+
+
+def note_if_over(api: Api) -> None:
+    """Print a note where the environment of mpsctl is that of a lease that has ended."""
+    if not (lease := os.environ.get(_VARIABLE)):
+        return
+    try:
+        if api.lease(lease)["state"] != _ENDED:
+            return
+    except NotFoundError:
+        pass  # it ended a while ago
+    except MpsdError:
+        return
+    note(
+        f"{_VARIABLE} names {lease}, which has ended: what this shell starts has no part of a GPU any more; to"
+        f" remove its environment: {REMOVES}"
+    )
+
+
+def inherited(api: Api, lease: str) -> list[str]:
+    """Return the variables of this process's environment that it has from this lease; none where that is another's."""
+    if os.environ.get(_VARIABLE) != lease:
+        return []
+    try:
+        shares = api.lease(lease)["shares"]
+    except NotFoundError:  # it ended a while ago
+        return [name for name in os.environ if name in _OF_EACH]
+    own = {*(pair for each in shares for pair in each["env"].items())}
+    return [name for name, value in os.environ.items() if (name, value) in own]
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":

@@ -7,15 +7,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import click
 
 from mpsd.cli import tables
 from mpsd.cli.options import DURATION, Adds, together
-from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, as_yaml, plural
+from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, plural
 from mpsd.client import Api
 from mpsd.core.errors import (
     ConfigurationError,
@@ -69,81 +69,133 @@ def with_form(*more: str) -> Adds:
 
 
 class Listing(NamedTuple):
-    """The format of a list, and the interval of its repetition."""
+    """The format and the order of a list, and the interval of its repetition."""
 
     form: str
     look: tables.Look
+    sort: str | None
     watch: float | None
 
 
-def with_listing(*more: str) -> Adds:
-    """Pass a Listing to a command, from the options of lists; `more` are formats besides table, wide, json and yaml."""
+Columns: TypeAlias = Callable[[click.Context], Sequence[tables.Column]]
+"""Returns the columns of a list; they may depend on the command's options."""
+
+_WATCH: Final = click.option(
+    "-w",
+    "--watch",
+    type=DURATION,
+    is_flag=False,
+    flag_value="2",
+    metavar="[DURATION]",
+    help="Repeat it every 2 s, or at this interval, until interrupted.",
+)
+_NO_HEADERS: Final = click.option("--no-headers", is_flag=True, help="Leave the headings out.")
+
+
+def _with_form(*forms: str, help_: str) -> Adds:
+    kinds = click.Choice(["table", "wide", *forms, "json"])
+    return click.option("-o", "--output", "form", type=kinds, default="table", show_default=True, help=help_)
+
+
+def with_listing(columns: Columns) -> Adds:
+    """Pass a Listing to a command that lists one thing, from the options of lists."""
+
+    def keys(context: click.Context) -> list[str]:
+        return [each.key for each in columns(context) if each.heading]
+
+    def offer(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+        minus = "-" if incomplete.startswith("-") else ""
+        return [f"{minus}{each}" for each in keys(context) if f"{minus}{each}".startswith(incomplete)]
+
     options = together(
-        click.option(
-            "-o",
-            "--output",
-            "form",
-            type=click.Choice(["table", "wide", *more, "json", "yaml"]),
-            default="table",
-            show_default=True,
-            help="Output format; wide has every column.",
+        _with_form(
+            "name",
+            "csv",
+            help_="Output format: wide and csv have every column, csv in plain numbers (bytes, percent, RFC 3339), and"
+            " name has the first column alone.",
         ),
-        click.option("--sort", metavar="COLUMN", help="Column to sort the table by, such as memory."),
-        click.option("--no-headers", is_flag=True, help="Leave the headings out."),
         click.option(
-            "-w",
-            "--watch",
-            type=DURATION,
-            is_flag=False,
-            flag_value="2",
-            metavar="[DURATION]",
-            help="Repeat the list every 2 s, or at this interval, until interrupted.",
+            "--sort",
+            metavar="COLUMN",
+            shell_complete=offer,
+            help="Column to sort by, such as memory; -memory: the greatest first.",
         ),
+        _NO_HEADERS,
+        _WATCH,
     )
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @options
         @functools.wraps(function)
         def command(*, form: str, sort: str | None, no_headers: bool, watch: float | None, **others: object) -> None:
-            look = tables.look_of(wide=form == "wide", headings=not no_headers, sort=sort)
-            function(Listing(form, look, watch), **others)
+            by, known = None if sort is None else sort.lower().replace("_", "-"), keys(click.get_current_context())
+            if by is not None and by.removeprefix("-") not in known:
+                names = ", ".join(known)
+                raise click.BadParameter(f"there is no column {sort!r}: choose {names}", param_hint="--sort")
+            look = tables.look_of(wide=form == "wide", headings=not no_headers)
+            function(Listing(form, look, by, watch), **others)
 
         return command
 
     return decorate
 
 
-def print_listing(
-    listing: Listing,
-    ask: Callable[[], T],
-    view: Callable[[T, tables.Look], str],
-    names: Callable[[T], Iterable[str]] = lambda _: (),
-) -> T:
-    """Print the API's answer to `ask`, and return it: as the API's JSON, as YAML, as names alone, or through a view.
+def print_listing(listing: Listing, ask: Callable[[], T], view: Callable[[T], tables.Listed]) -> None:
+    """Print the API's answer to `ask`: as the API's JSON, or through a view, as a table, as CSV, or as names alone."""
 
-    With --watch, the list is printed again and again until a signal ends mpsctl. An mpsd that has answered once may be
-    gone for a while then.
+    def text_of(answer: T) -> str:
+        if listing.form == "json":
+            return as_json(answer)
+        listed = view(plain(answer)).ordered(listing.sort)
+        match listing.form:
+            case "csv":
+                return listed.csv(headings=listing.look.headings)
+            case "name":
+                return listed.names()
+            case _:
+                return listed.text(listing.look)
+
+    _repeat(listing.watch, ask, text_of)
+
+
+def with_overview(function: Callable[..., None]) -> Callable[..., None]:
+    """Pass a Listing to a command whose answer is no list."""
+
+    @together(_with_form(help_="Output format; wide has every column."), _NO_HEADERS, _WATCH)
+    @functools.wraps(function)
+    def command(*, form: str, no_headers: bool, watch: float | None, **others: object) -> None:
+        look = tables.look_of(wide=form == "wide", headings=not no_headers)
+        function(Listing(form, look, None, watch), **others)
+
+    return command
+
+
+def print_overview(listing: Listing, ask: Callable[[], T], view: Callable[[T, tables.Look], str]) -> T:
+    """Print the API's answer to `ask`, and return it: as the API's JSON, or through a view."""
+    return _repeat(
+        listing.watch,
+        ask,
+        lambda answer: as_json(answer) if listing.form == "json" else view(plain(answer), listing.look),
+    )
+
+
+def _repeat(every: float | None, ask: Callable[[], T], text_of: Callable[[T], str]) -> T:
+    """Print an answer, and return it; with an interval, again and again until a signal ends mpsctl.
+
+    An mpsd that has answered once may be gone for a while then.
     """
     shown = ""
     while True:
         answer = _ask_until_back(ask, shown) if shown else ask()
-        match listing.form:
-            case "json":
-                text = as_json(answer)
-            case "yaml":
-                text = as_yaml(answer)
-            case "name":
-                text = "\n".join(map(plain, names(answer)))
-            case _:
-                text = view(plain(answer), listing.look)
-        if listing.watch is not None and sys.stdout.isatty():
+        text = text_of(answer)
+        if every is not None and sys.stdout.isatty():
             click.clear()
-        if text or listing.form != "name":
+        if text:
             click.echo(text)
-        if listing.watch is None:
+        if every is None:
             return answer
         shown = f"{now().astimezone():%H:%M:%S}"
-        time.sleep(listing.watch)
+        time.sleep(every)
 
 
 def _ask_until_back(ask: Callable[[], T], shown: str) -> T:

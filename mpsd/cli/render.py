@@ -2,10 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from mpsd.cli.cells import cells, padded
 from mpsd.cli.users import name_of
 from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
@@ -17,36 +19,12 @@ _GAP = "  "
 _LONGEST_EVENT = 24
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 _GIB = 1024**3  # importing mpsd.core.units would take too long
-_AGES = (("d", 86400), ("h", 3600), ("m", 60))
+_SPANS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def as_json(answer: object) -> str:
     """Return the API's answer, indented: the same document, with unprintable characters escaped."""
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
-
-
-def as_yaml(answer: object) -> str:
-    """Return the API's answer as YAML: blocks, with texts in JSON's notation, which YAML accepts too."""
-    return harmless_json("\n".join(_yaml(answer, "")))
-
-
-def _yaml(value: object, indent: str) -> Iterator[str]:
-    match value:
-        case dict() if value:
-            for name, each in value.items():
-                key = name if name.isidentifier() else json.dumps(name, ensure_ascii=False)
-                first, *rest = _yaml(each, f"{indent}  ")
-                if isinstance(each, (dict, list)) and each:
-                    yield from (f"{indent}{key}:", first, *rest)
-                else:
-                    yield f"{indent}{key}: {first.lstrip(' ')}"
-        case list() if value:
-            for each in value:
-                first, *rest = _yaml(each, f"{indent}  ")
-                yield f"{indent}- {first.lstrip(' ')}"
-                yield from rest
-        case _:
-            yield f"{indent}{json.dumps(value, ensure_ascii=False)}"
 
 
 _AMBIGUOUS = frozenset("\"'`\\$#")
@@ -86,9 +64,8 @@ def _check_names(variables: Mapping[str, str]) -> None:
 def columns(rows: Iterable[Sequence[str]]) -> str:
     """Return rows as aligned columns, without blanks at the ends of lines."""
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (_GAP.join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in padded)
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_GAP.join(map(padded, row, widths)).rstrip() for row in rows)
 
 
 UNKNOWN: Final = "unknown"
@@ -162,36 +139,29 @@ def _user(found: re.Match[str]) -> str:
     return f"user {name}" if name == _NO_ONE else name
 
 
-def fold(text: str, width: int | None, indent: int) -> str:
-    """Return a line folded at the terminal's width, with further lines indented; unchanged without a terminal."""
-    if width is None or len(text) <= width or width <= 2 * indent:
-        return text
-    from textwrap import wrap
-
-    return "\n".join(wrap(text, width, subsequent_indent=" " * indent))
-
-
 def pid(number: int | None) -> str:
     """Print a pid, or a dash."""
     return "-" if number is None else str(number)
 
 
 def age(then: str, now: datetime) -> str:
-    """Print the age of a time of the API, in its largest unit: `12s`, `3m`, `5h`, `9d`."""
-    return _span((now - datetime.fromisoformat(then)).total_seconds())
+    """Print the age of a time of the API, by `span`."""
+    return span((now - datetime.fromisoformat(then)).total_seconds())
 
 
 def until(then: str, now: datetime) -> str:
-    """Print the time that is left until a time of the API, in the form of `age`."""
-    return _span((datetime.fromisoformat(then) - now).total_seconds())
+    """Print the time that is left until a time of the API, by `span`."""
+    return span((datetime.fromisoformat(then) - now).total_seconds())
 
 
-def _span(exactly: float) -> str:
+def span(exactly: float) -> str:
+    """Print seconds in two units, rounded down: `12s`, `1h 58m`, `9d`. An age is at least that, as is what is left."""
     seconds = max(int(exactly), 0)
-    for unit, factor in _AGES:
+    for (unit, factor), (below, part) in pairwise((*_SPANS, ("", 1))):
         if seconds >= factor:
-            return f"{seconds // factor}{unit}"
-    return f"{seconds}s"
+            rest = seconds % factor // part
+            return f"{seconds // factor}{unit}" + (f" {rest}{below}" if below and rest else "")
+    return "0s"
 
 
 def fact(value: object) -> str:

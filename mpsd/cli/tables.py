@@ -1,15 +1,18 @@
-"""Tables that fit the terminal: ranked columns, sorted rows, bars, and colour that only repeats a word."""
+"""Lists as tables that fit the terminal, as CSV and as names; bars, and colour that only repeats a word."""
 
 import os
 import sys
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple, Self, TypeAlias
 
+from mpsd.cli.cells import cells, cut, fold, padded
+
 _GAP: Final = "  "
-_CUT: Final = "…"
-_SHORTEST_CUT: Final = 8
-"""Minimum characters of a last column that is cut."""
+_READABLE: Final = 8
+"""The cells to which a narrow terminal cuts a text before it drops a column."""
 _BAR: Final = 10
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+"""The first characters of a cell that a spreadsheet reads as a formula."""
 
 _COLOURS: Final = {
     **dict.fromkeys(("ok", "ready", "granted", "done"), "32"),
@@ -26,34 +29,62 @@ _BOLD: Final = "1"
 
 
 class Column(NamedTuple):
-    """A column: its heading, its rank, and whether only -o wide shows it."""
+    """A column of a list: its heading, and what a terminal that is too narrow for it does."""
 
     heading: str
     rank: int = 0
     """A narrow terminal drops columns with a rank, the highest rank first."""
     wide: bool = False
+    """Whether only -o wide and -o csv show it."""
+    data: bool = False
+    """Whether only -o csv shows it: the second figure of a cell such as `8GiB of 80GiB`."""
+    cuts: bool = False
+    """Whether a narrow terminal cuts its texts before it drops columns."""
+
+    @property
+    def key(self) -> str:
+        """Its name for --sort and in CSV; empty for a bar."""
+        return self.heading.lower().replace(" ", "-")
 
 
-def columns_of(headings: Sequence[str], *, drops: Sequence[str] = (), wide: Collection[str] = ()) -> tuple[Column, ...]:
-    """Return the columns of a table: a narrow terminal drops those of `drops`, in that order, and `wide` has the rest.
+def columns_of(
+    headings: Sequence[str],
+    *,
+    drops: Sequence[str] = (),
+    wide: Collection[str] = (),
+    data: Collection[str] = (),
+    cuts: Collection[str] | None = None,
+) -> tuple[Column, ...]:
+    """Return the columns of a list.
 
-    `wide` are those that only -o wide shows.
+    A narrow terminal first cuts the texts of `cuts`, by default those of the last column, and then drops `drops`, in
+    that order. `wide` and `data` are those that a table does not show.
     """
+    cuts = headings[-1:] if cuts is None else cuts
     return tuple(
-        Column(each, rank=len(drops) - drops.index(each) if each in drops else 0, wide=each in wide)
+        Column(
+            each,
+            rank=len(drops) - drops.index(each) if each in drops else 0,
+            wide=each in wide,
+            data=each in data,
+            cuts=each in cuts,
+        )
         for each in headings
     )
 
 
 class Figure(str):
-    """A cell that sorts by its value instead of its text."""
+    """A cell that sorts by its value instead of its text, and that CSV shows as that value; None is unknown."""
 
-    __slots__ = ("value",)
-    value: float
+    __slots__ = ("raw", "value")
+    value: float | None
+    raw: str
 
-    def __new__(cls, text: str, value: float) -> Self:
+    def __new__(cls, text: str, value: float | None, raw: str | None = None) -> Self:
+        """`raw` is the text for CSV, if it is not the value."""
         figure = super().__new__(cls, text)
         figure.value = value
+        figure.raw = raw if raw is not None else "" if value is None else f"{value:.15g}"
         return figure
 
 
@@ -68,21 +99,20 @@ class Look(NamedTuple):
     wide: bool = False
     headings: bool = True
     colour: bool = False
-    sort: str | None = None
 
 
 PLAIN: Final = Look()
 
 
-def look_of(*, wide: bool = False, headings: bool = True, sort: str | None = None) -> Look:
+def look_of(*, wide: bool = False, headings: bool = True) -> Look:
     """Return the options for this output: the terminal's width, and colour; unlimited and plain without a terminal.
 
     COLUMNS and NO_COLOR override this for a terminal; the output for a program is never cut.
     """
     if not sys.stdout.isatty():
-        return Look(None, wide, headings, sort=sort)
+        return Look(None, wide, headings)
     colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Look(None if wide else _width(), wide, headings, colour, sort)
+    return Look(None if wide else _width(), wide, headings, colour)
 
 
 def _width() -> int | None:
@@ -95,78 +125,143 @@ def _width() -> int | None:
         return None
 
 
-def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: str) -> str:
-    """Return a table, or the sentence `none` where it would have no rows.
+class Listed(NamedTuple):
+    """The content of a list. The first cell of a row is its name."""
 
-    Raises click.BadParameter for a sort column that it does not have.
-    """
-    rows = _sorted(columns, rows, look.sort)
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    none: str
+    """The sentence in the place of a table without rows."""
+    below: Sequence[str] = ()
+    """Lines for a reader, below the table."""
+
+    def ordered(self, by: str | None) -> "Listed":
+        """Return it sorted by a column that it has, the greatest first after a `-`; what is unknown comes last."""
+        if by is None:
+            return self
+        falls, key = by.startswith("-"), by.removeprefix("-")
+        number = [each.key for each in self.columns].index(key)
+        known, unknown = list[Row](), list[Row]()
+        for row in self.rows:
+            (unknown if _order(row[number]) is None else known).append(row)
+        known.sort(key=lambda row: _order(row[number]) or _LEAST, reverse=falls)
+        return self._replace(rows=[*known, *unknown])
+
+    def text(self, look: Look) -> str:
+        """Return it for a reader."""
+        lines = [fold(each, look.width, 4) for each in self.below]
+        return "\n".join([table(self.columns, self.rows, look, none=self.none), *lines])
+
+    def csv(self, *, headings: bool = True) -> str:
+        """Return all columns as CSV (RFC 4180, with the line ends of Unix).
+
+        Figures are plain numbers in base units, what is unknown is empty, and no text becomes a formula.
+        """
+        import csv
+        import io
+
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        shown = [number for number, each in enumerate(self.columns) if each.heading]
+        if headings:
+            writer.writerow(self.columns[number].key.replace("-", "_") for number in shown)
+        writer.writerows([_raw(row[number]) for number in shown] for row in self.rows)
+        return out.getvalue().removesuffix("\n")
+
+    def names(self) -> str:
+        """Return the names, one in a line; several rows may have one."""
+        return "\n".join(dict.fromkeys(row[0] for row in self.rows))
+
+
+_Order: TypeAlias = tuple[float, str]
+_LEAST: Final[_Order] = (float("-inf"), "")
+_NONE: Final = frozenset({"", "-"})
+
+
+def _order(cell: str) -> _Order | None:
+    """Return the sort key of a cell; None for an unknown one."""
+    if isinstance(cell, Figure):
+        return None if cell.value is None else (cell.value, cell)
+    if cell in _NONE:
+        return None
+    return (int(cell), "") if cell.isdecimal() else (float("inf"), cell)
+
+
+def _raw(cell: str) -> str:
+    if isinstance(cell, Figure):
+        return cell.raw
+    if cell in _NONE:
+        return ""
+    return f"'{cell}" if cell.startswith(_FORMULA) else cell
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: str) -> str:
+    """Return a table, or the sentence `none` where it would have no rows."""
     if not rows:
         return none
     headings, texts = fitting(columns, rows, look)
     lines = [*([headings] if look.headings else []), *texts]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(headings))]
+    widths = [max(cells(line[place]) for line in lines) for place in range(len(headings))]
     return "\n".join(
         _line(line, widths, look, heading=look.headings and number == 0) for number, line in enumerate(lines)
     )
 
 
 def fitting(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the texts of the columns that a table shows."""
-    chosen = _that_fit(columns, rows, look)
-    return [columns[number].heading for number in chosen], [[row[number] for number in chosen] for row in rows]
+    """Return the headings and the texts of the columns that a table shows, cut to its width."""
+    chosen = [number for number, each in enumerate(columns) if (look.wide or not each.wide) and not each.data]
+    widths = _widths(columns, rows, look)
+    if look.width is not None:
+        chosen = _fitted(columns, chosen, widths, look.width)
+    return (
+        [cut(columns[number].heading, widths[number]) if look.headings else "" for number in chosen],
+        [[cut(row[number], widths[number]) for number in chosen] for row in rows],
+    )
 
 
-def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> Sequence[Row]:
-    if by is None:
-        return rows
-    known = [each.heading.lower().replace(" ", "-") for each in columns]
-    if by.lower() not in known:
-        import click  # its import takes longer than all other imports of a table
-
-        names = ", ".join(filter(None, known))
-        raise click.BadParameter(f"there is no column {by!r}: choose {names}", param_hint="--sort")
-    number = known.index(by.lower())
-
-    def key(row: Row) -> tuple[float, str]:
-        cell = row[number]
-        if isinstance(cell, Figure):
-            return cell.value, cell
-        return (int(cell), "") if cell.isdecimal() else (float("inf"), cell)
-
-    return sorted(rows, key=key)
-
-
-def _that_fit(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> list[int]:
-    """Return the numbers of the visible columns."""
-    chosen = [number for number, each in enumerate(columns) if look.wide or not each.wide]
-    widths = [
-        max([len(each.heading) if look.headings else 0, *(len(row[number]) for row in rows)])
+def _widths(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> list[int]:
+    """Return the width of each column, at least 1; none is wider than the terminal."""
+    most = look.width or sys.maxsize
+    return [
+        min(max([1, cells(each.heading) if look.headings else 0, *(cells(row[number]) for row in rows)]), most)
         for number, each in enumerate(columns)
     ]
 
-    def total() -> int:
-        return sum(widths[number] for number in chosen) + len(_GAP) * (len(chosen) - 1)
 
-    while look.width is not None and total() > look.width:
-        first = max(chosen, key=lambda number: columns[number].rank)
-        if not columns[first].rank:
-            break
-        chosen.remove(first)
+def _fitted(columns: Sequence[Column], chosen: list[int], widths: list[int], most: int) -> list[int]:
+    """Return the columns of these that fit into a width, and cut the widths of theirs.
+
+    1. Texts are cut, the widest first, but not below a readable width, nor below the heading.
+    2. Where that does not help, columns with a rank are dropped.
+    3. Then, any text is cut; at last, columns are dropped from the right.
+    """
+    least = [
+        min(width, max(_READABLE, cells(each.heading))) if each.cuts else width
+        for each, width in zip(columns, widths, strict=True)
+    ]
+
+    def total(of: Sequence[int]) -> int:
+        return sum(of[number] for number in chosen) + len(_GAP) * (len(chosen) - 1)
+
+    chosen = [*chosen]
+    while total(least) > most and any(columns[number].rank for number in chosen):
+        chosen.remove(max(chosen, key=lambda number: columns[number].rank))
+    if total(least) > most:
+        least = [1] * len(columns)
+    while total(least) > most:
+        chosen.pop()
+    while total(widths) > most:
+        widest = max((number for number in chosen if widths[number] > least[number]), key=widths.__getitem__)
+        widths[widest] -= 1
     return chosen
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], look: Look, *, heading: bool) -> str:
-    """Return one line, without blanks at its end; a last column that does not fit is cut."""
-    padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
-    padded[-1] = cells[-1]
-    if look.width is not None and len(cells) > 1:
-        left = look.width - sum(len(each) + len(_GAP) for each in padded[:-1])
-        if _SHORTEST_CUT <= left < len(cells[-1]):
-            padded[-1] = cells[-1][: left - 1] + _CUT
+def _line(texts: Sequence[str], widths: Sequence[int], look: Look, *, heading: bool) -> str:
+    """Return one line, without blanks at its end."""
+    line = [*map(padded, texts[:-1], widths), texts[-1]]
     if look.colour:
-        return _GAP.join(_coloured(each, heading=heading) for each in padded)
-    return _GAP.join(padded).rstrip()
+        return _GAP.join(_coloured(each, heading=heading) for each in line)
+    return _GAP.join(line).rstrip()
 
 
 def _coloured(cell: str, *, heading: bool) -> str:

@@ -3,10 +3,11 @@
 The foreign text in the answers is already made harmless (`sanitize.plain`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
+from mpsd.cli.cells import fold
 from mpsd.cli.render import (
     UNKNOWN,
     age,
@@ -14,7 +15,6 @@ from mpsd.cli.render import (
     as_here,
     as_reported,
     columns,
-    fold,
     for_you,
     granted_memory,
     holders,
@@ -32,7 +32,7 @@ from mpsd.cli.render import (
     until,
     with_remedy,
 )
-from mpsd.cli.tables import PLAIN, Figure, Look, bar, columns_of, table
+from mpsd.cli.tables import PLAIN, Figure, Listed, Look, bar, columns_of, table
 from mpsd.cli.users import name_of
 from mpsd.core.sanitize import SECRETS
 
@@ -56,8 +56,8 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     first = node["headline"].partition(":")[0] if node["reasons"] else node["headline"]
     parts = [
         "\n".join([as_here(first), *(fold(as_here(each), look.width, 4) for each in _to_know(node, first, now))]),
-        "\n".join([_gpu_table(node["gpus"], look), *_unleased(node["gpus"])]),
-        _daemon_table(node["daemons"], now, look._replace(sort=None), _IN_SHORT),
+        _gpus(node["gpus"])._replace(below=[*_unleased(node["gpus"])]).text(look),
+        _daemons(node["daemons"], now, _IN_SHORT).text(look),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
     ]
     return "\n\n".join(parts)
@@ -89,57 +89,61 @@ def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
 
 GPUS: Final = columns_of(
     (
-        "GPU",
-        "HEALTH",
-        "FOR YOU",
-        "THREADS",
-        "MEMORY",
-        "",
-        "HELD",
-        "CLIENTS",
-        "USERS",
-        "COMPUTE MODE",
-        "RESERVED",
-        "UUID",
-        "NAME",
+        *("GPU", "HEALTH", "FOR YOU", "THREADS", "THREADS TOTAL", "MEMORY", "MEMORY TOTAL", ""),
+        *("HELD", "PLACES", "PLACES TOTAL", "USERS", "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
     ),
     drops=("", "COMPUTE MODE", "NAME", "HELD", "USERS"),
     wide=("RESERVED", "UUID"),
+    data=("THREADS TOTAL", "MEMORY TOTAL", "PLACES TOTAL"),
+    cuts=("USERS", "NAME"),
 )
 
 
-def gpus(answer: "answer_types.Gpus", look: Look) -> str:
+def gpus(answer: "answer_types.Gpus") -> Listed:
     """List the GPUs, with granted and total capacity, their users as far as known, and why the caller gets nothing."""
-    troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
+    troubles = [line for gpu in answer["gpus"] if gpu["hint"] for line in _trouble(f"GPU {gpu['index']}", gpu)]
     obstacles = [
-        fold(as_here(line), look.width, 4)
+        as_here(line)
         for gpu in answer["gpus"]
         if (found := gpu["obstacle"]) and not gpu["hint"]
         for line in (f"GPU {gpu['index']} is not for you now: {found['because']}", f"  hint: {found['hint']}")
     ]
-    return "\n".join([_gpu_table(answer["gpus"], look), *_unleased(answer["gpus"]), *troubles, *obstacles])
+    return _gpus(answer["gpus"])._replace(below=[*_unleased(answer["gpus"]), *troubles, *obstacles])
 
 
-def _gpu_table(gpus: "list[answer_types.Gpu]", look: Look) -> str:
+def _gpus(gpus: "list[answer_types.Gpu]") -> Listed:
     rows = [
         (
             str(gpu["index"]),
             gpu["health"],
             for_you(gpu),
             Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
+            Figure(percent(gpu["threads_total"]), gpu["threads_total"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
+            bytes_of(gpu["memory_total"]),
             bar(_granted_part(gpu)),
-            Figure(size(gpu["memory_held"]), gpu["memory_held"] or 0),
-            Figure(taken_places(gpu), gpu["clients"]),
+            bytes_of(gpu["memory_held"]),
+            Figure(taken_places(gpu), gpu["clients"] + gpu["clients_unleased"]),
+            Figure(f"{gpu['clients_max']}", gpu["clients_max"]),
             ", ".join(sorted(map(name_of, gpu.get("users", ())))) or "-",
             gpu["compute_mode"] or UNKNOWN,
-            size(gpu["memory_reserved"]),
+            bytes_of(gpu["memory_reserved"]),
             gpu["uuid"] or UNKNOWN,
             gpu["name"] or UNKNOWN,
         )
         for gpu in gpus
     ]
-    return table(GPUS, rows, look, none="no GPUs")
+    return Listed(GPUS, rows, "no GPUs")
+
+
+def bytes_of(count: int | None) -> Figure:
+    """Return a cell with an amount of memory."""
+    return Figure(size(count), count)
+
+
+def _since(then: str, now: datetime) -> Figure:
+    """Return a cell with the age of a time; CSV has the time."""
+    return Figure(age(then, now), -datetime.fromisoformat(then).timestamp(), then)
 
 
 def _granted_part(gpu: "answer_types.Gpu") -> float:
@@ -157,8 +161,9 @@ def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
             yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease (mpsctl clients)"
 
 
-def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
-    return f"{name}: {as_here(part['because'])}\n  hint: {part['hint']}"
+def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> Iterator[str]:
+    yield f"{name}: {as_here(part['because'])}"
+    yield f"  hint: {part['hint']}"
 
 
 # -- control daemons ---------------------------------------------------------------------------------------------------
@@ -167,30 +172,31 @@ def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
 DAEMONS: Final = columns_of(
     ("DAEMON", "STATE", "SINCE", "PID", "THREADS", "MEMORY", "SERVERS", "DRIVER", "PIPE DIRECTORY"),
     drops=("PIPE DIRECTORY", "DRIVER", "PID", "SERVERS"),
+    cuts=("SERVERS",),
 )
 
 
-def daemons(answer: "answer_types.Daemons", now: datetime, look: Look) -> str:
-    """List the control daemons, with their limits as read back, and the problems of each."""
-    lines = [_daemon_table(answer["daemons"], now, look)]
+def daemons(answer: "answer_types.Daemons", now: datetime) -> Listed:
+    """List the control daemons, with their limits, and the problems of each."""
+    listed, lines = _daemons(answer["daemons"], now), list[str]()
     for daemon in answer["daemons"]:
         lines += [as_here(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
-            lines.append(_trouble(daemon["name"], daemon))
+            lines += _trouble(daemon["name"], daemon)
         if daemon["restart_for"]:
             settings, name = ", ".join(daemon["restart_for"]), daemon["name"]
             lines.append(
                 f"{name}: it was started with a different {settings}; to apply the change: mpsctl restart {name}"
             )
-    return "\n".join(lines)
+    return listed._replace(below=lines)
 
 
-def _daemon_table(daemons: "list[answer_types.Daemon]", now: datetime, look: Look, columns: int | None = None) -> str:
+def _daemons(daemons: "list[answer_types.Daemon]", now: datetime, columns: int | None = None) -> Listed:
     rows = [
         (
             daemon["name"],
             state_of(daemon),
-            Figure(age(daemon["since"], now), -datetime.fromisoformat(daemon["since"]).timestamp()),
+            _since(daemon["since"], now),
             pid(daemon["pid"]),
             *_limits(daemon),
             ", ".join(f"{each['pid']}{_kind(each)}" for each in daemon["servers"]) or "-",
@@ -199,20 +205,28 @@ def _daemon_table(daemons: "list[answer_types.Daemon]", now: datetime, look: Loo
         )
         for daemon in daemons
     ]
-    return table(DAEMONS[:columns], [row[:columns] for row in rows], look, none="no control daemons")
+    return Listed(DAEMONS[:columns], [row[:columns] for row in rows], "no control daemons")
 
 
 def _limits(daemon: "answer_types.Daemon") -> tuple[str, str]:
     """Print both limits as read back, and mark drift. A daemon without a threads value has not answered yet."""
     limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"] if drift["server"] is None}
     if limits["active_thread_percentage"] is None:
-        return UNKNOWN, UNKNOWN
-    threads = limit("active_thread_percentage", limits["active_thread_percentage"])
-    memory = limit("pinned_device_mem_limit", limits["pinned_device_mem_limit"])
+        return Figure(UNKNOWN, None), Figure(UNKNOWN, None)
+    memory, wanted = limits["pinned_device_mem_limit"], daemon["limits_wanted"]["pinned_device_mem_limit"]
     return (
-        threads + (" (drift)" if "active_thread_percentage" in drifted else ""),
-        memory + (" (drift)" if "pinned_device_mem_limit" in drifted else ""),
+        _marked("active_thread_percentage", limits["active_thread_percentage"], drifted),
+        _marked("pinned_device_mem_limit", _as_set(memory, wanted), drifted),
     )
+
+
+def _as_set(reported: float | None, wanted: float | None) -> float | None:
+    """Return the limit that was set where the report agrees with it: control daemons report memory in whole GiB."""
+    return wanted if reported == as_reported(wanted) else reported
+
+
+def _marked(name: str, value: float | None, drifted: Container[str]) -> Figure:
+    return Figure(limit(name, value) + (" (drift)" if name in drifted else ""), value)
 
 
 def _kind(server: "answer_types.Server") -> str:
@@ -222,27 +236,42 @@ def _kind(server: "answer_types.Server") -> str:
 # -- clients -----------------------------------------------------------------------------------------------------------
 
 CLIENTS: Final = columns_of(
-    ("PID", "USER", "DAEMON", "SERVER", "LEASE", "VERDICT", "UID", "GPU", "NAME"),
-    drops=("SERVER", "NAME"),
-    wide=("UID", "GPU"),
+    (
+        *("PID", "USER", "GPU", "HELD", "MEMORY", "THREADS", "LEASE", "NAME", "VERDICT"),
+        *("DAEMON", "SERVER", "UID", "UUID", "COMMAND"),
+    ),
+    drops=("VERDICT", "NAME", "LEASE"),
+    wide=("DAEMON", "SERVER", "UID", "UUID"),
+    data=("MEMORY",),
+    cuts=("USER", "NAME", "COMMAND"),
 )
 
 
-def clients(answer: "answer_types.Clients", look: Look) -> str:
-    """List the processes that are connected to an MPS server."""
+def clients(
+    answer: "answer_types.Clients", leases: "Sequence[answer_types.Lease]", commands: Mapping[int, str]
+) -> Listed:
+    """List the processes that are connected to an MPS server, with what they hold and what their lease grants.
+
+    `commands` has command lines by pid; another process is shown by its name.
+    """
+    by_id = {lease["id"]: lease for lease in leases}
     rows = [
         (
             str(client["pid"]),
             name_of(client["uid"]),
+            client["daemon"].removeprefix("gpu"),
+            *_held(client, lease),
+            client["lease"] or "none",
+            (lease["name"] if lease else "") or "-",
+            client["verdict"],
             client["daemon"],
             str(client["server"]),
-            client["lease"] or "none",
-            client["verdict"],
             UNKNOWN if client["uid"] is None else str(client["uid"]),
             client["gpu"],
-            client["name"],
+            commands.get(client["pid"]) or client["name"] or "-",
         )
         for client in answer["clients"]
+        for lease in [by_id.get(client["lease"] or "")]
     ]
     lines = []
     for client in answer["clients"]:
@@ -250,11 +279,21 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
         lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
     if (others := answer["others"])["clients"]:
         lines.append(f"and {plural(others['clients'], 'client')} of other users, with {size(others['memory_held'])}")
-    return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
+    return Listed(CLIENTS, rows, "no clients", lines)
+
+
+def _held(client: "answer_types.Client", lease: "answer_types.Lease | None") -> tuple[Figure, Figure, Figure]:
+    """Return what a client holds, beside the memory that its lease grants on that GPU; that memory; and the threads."""
+    held = client["memory_held"]
+    share = next((each for each in lease["shares"] if each["gpu"] == client["gpu"]), None) if lease else None
+    if share is None:
+        return bytes_of(held), Figure("-", None), Figure("-", None)
+    memory, threads = share["pinned_device_mem_limit"], share["active_thread_percentage"]
+    return Figure(f"{size(held)} of {size(memory)}", held), bytes_of(memory), Figure(percent(threads), threads)
 
 
 VERIFIED: Final = columns_of(
-    ("PID", "DAEMON", "SERVER", "THREADS", "MEMORY", "HOLDS", "VERDICT"), drops=("SERVER", "DAEMON")
+    ("PID", "DAEMON", "SERVER", "THREADS", "MEMORY", "HELD", "VERDICT"), drops=("SERVER", "DAEMON")
 )
 _VERDICTS: Final = {"violation": "not ok", "nothing": "not ok"}
 
@@ -290,9 +329,8 @@ def _in_force(
     exact, in_force, at_least = each["limits_granted"][name], each["limits_in_force"], each["limits_at_least"]
     if in_force is None:
         return f"{UNKNOWN if each['mps'] else '-'} of {limit(name, exact)}"
-    granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with the same precision
-    most = limit(name, in_force[name])
-    least = "?" if at_least is None else limit(name, at_least[name])
+    granted, most = limit(name, exact), limit(name, _as_set(in_force[name], exact))
+    least = "?" if at_least is None else limit(name, _as_set(at_least[name], exact))
     if least != most:
         return f"{least} to {most} of {granted}"
     # A process that may have more than its part can have lowered it itself, which nothing shows.
@@ -309,10 +347,11 @@ LEASES: Final = columns_of(
     ),
     drops=("CLIENTS", "EXPIRES", "PID", "AGE", "NAME"),
     wide=("HOLDER", "PRIORITY", "LABELS"),
+    cuts=("GPU", "USER", "CLIENTS", "NAME"),
 )
 
 
-def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
+def leases(answer: "answer_types.Leases", now: datetime) -> Listed:
     """List leases: the granted ones, the waiting ones in the order of the queue, and the ended ones.
 
     Lines below the table show what each lease waits for, its problems, and the sum of the leases that this caller may
@@ -328,17 +367,17 @@ def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
             name_of(lease["owner"]["uid"]),
             holding_pid(lease),
             _clients(lease),
-            Figure(age(lease["created"], now), -datetime.fromisoformat(lease["created"]).timestamp()),
+            _since(lease["created"], now),
             _expiry(lease, now),
             holders(lease),
-            str(lease["priority"]),
+            Figure(str(lease["priority"]), lease["priority"]),
             _labels(lease),
             lease["name"] or "-",
         )
         for lease in ordered
     ]
     lines = [line for lease in ordered for line in _judged(lease, now)]
-    return "\n".join([table(LEASES, rows, look, none="no leases"), *lines, *_of_others(answer["others"])])
+    return Listed(LEASES, rows, "no leases", [*lines, *_of_others(answer["others"])])
 
 
 def _queue_position(lease: "answer_types.Lease") -> tuple[bool, int]:
@@ -355,16 +394,16 @@ def _place(lease: "answer_types.Lease") -> str:
 def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
     threads, memory = _share(lease)
     return (
-        Figure(threads, lease["active_thread_percentage"] or 0.0),
-        Figure(memory, lease["pinned_device_mem_limit"] or 0.0),
+        Figure(threads, lease["active_thread_percentage"]),
+        Figure(memory, lease["pinned_device_mem_limit"]),
     )
 
 
 def _expiry(lease: "answer_types.Lease", now: datetime) -> Figure:
     expires = lease["expires"]
     if expires is None or lease["ended"]:
-        return Figure("-", float("inf"))
-    return Figure(until(expires, now), datetime.fromisoformat(expires).timestamp())
+        return Figure("-", None)
+    return Figure(until(expires, now), datetime.fromisoformat(expires).timestamp(), expires)
 
 
 def _labels(lease: "answer_types.Lease") -> str:

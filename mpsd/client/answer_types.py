@@ -176,7 +176,7 @@ class Obstacle(TypedDict):
 @answer(
     "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
     " read.\n\n"
-    "`clients` is the maximum of client processes of the leases, one with many connections as several. `unleased` is"
+    "A client takes one client place of a GPU, and one with many connections several. `unleased` is"
     " the use by clients without a lease, by the threads that their environment names and the memory that they hold:"
     " no request is granted"
     " this amount."
@@ -191,11 +191,11 @@ class Gpu(TypedDict):
     threads_granted: float
     memory_granted: int
     memory_held: int | None
-    clients: int
-    clients_max: int | None
+    clients: Annotated[int, about("The client places of its leases, whether their clients run or not.")]
+    clients_max: Annotated[int | None, about("The client places that it has: the most clients that MPS serves on it.")]
     threads_unleased: float
     memory_unleased: int
-    clients_unleased: int
+    clients_unleased: Annotated[int, about("In client places.")]
     compute_mode: Annotated[str, words(ComputeMode)] | None
     health: Annotated[str, words(GpuHealth)]
     because: str

@@ -1,6 +1,6 @@
 """The events of mpsd: of each kind, its name, its levels, its facts, its meaning and its sentence. Pure.
 
-The log, the API, mpsctl's sentences, the page and docs/reference/events.md have them from here. A gate compares the
+The log, the API, mpsctl's sentences and lists, and the page have them from here. A gate compares the
 calls of the logger with this table, and every test compares the events that its node logged.
 """
 

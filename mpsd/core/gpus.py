@@ -5,14 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core import mps_facts
+from mpsd.core import gpu_names, mps_facts
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Gpu
 
 _DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
-
-_UUID_START: Final = "GPU-"
-"""The start of every GPU's UUID in NVML. (A MIG device's UUID starts with `MIG-`.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +71,13 @@ def _dotted(compute_capability: tuple[int, int]) -> str:
 
 
 def select(gpus: Sequence[Gpu], wanted: str) -> Gpu:
-    """Return the GPU that `wanted` names: by index, by UUID, or by a unique prefix of a UUID.
-
-    A prefix is `GPU-` and at least one more digit, as in CUDA_VISIBLE_DEVICES. Raises InvalidRequestError when it names
-    no GPU, or several.
-    """
-    is_start = wanted.startswith(_UUID_START) and wanted != _UUID_START
-    named = [gpu for gpu in gpus if str(gpu.index) == wanted or (is_start and gpu.uuid.startswith(wanted))]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise InvalidRequestError(f"{wanted!r} matches the UUIDs of {len(named)} GPUs", hint=_known(named))
-    raise InvalidRequestError(f"{wanted!r} is not a GPU of this node", hint=_known(gpus))
-
-
-def _known(gpus: Sequence[Gpu]) -> str:
-    if not gpus:
-        return "no GPU of this node could be read; for the reason: mpsctl gpus"
-    return "name one by index or UUID: " + ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+    """Return the GPU that `wanted` names. Raises InvalidRequestError where it names none, or several."""
+    numbered = [(gpu.index, gpu.uuid) for gpu in gpus]
+    index = gpu_names.find(wanted, numbered)
+    if index is None:
+        detail, hint = gpu_names.unknown(wanted, numbered)
+        raise InvalidRequestError(detail, hint=hint, limit="gpu")
+    return next(gpu for gpu in gpus if gpu.index == index)
 
 
 def driver_branch(version: str) -> int | None:

@@ -232,7 +232,7 @@ def test_it_starts_light(node: Node) -> None:
         "mpsd.client",
         "mpsd.client.connection",
         "mpsd.cli",
-        *(f"mpsd.cli.{name}" for name in ("command", "commands", "commands.status")),
+        *(f"mpsd.cli.{name}" for name in ("cells", "command", "commands", "commands.status")),
         *(f"mpsd.cli.{name}" for name in ("group", "main", "options")),
         *(f"mpsd.cli.{name}" for name in ("render", "tables", "users", "views")),
         "mpsd.core",

@@ -18,10 +18,11 @@ from mpsd.cli.render import (
     percent,
     plural,
     size,
+    span,
     until,
 )
 from mpsd.core.errors import InternalError, InvalidRequestError
-from mpsd.core.units import parse_size
+from mpsd.core.units import parse_duration, parse_size
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 
@@ -59,17 +60,31 @@ def test_percentages(value: float, printed: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "printed"),
-    [(0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (86399, "23h"), (86400, "1d"), (-5, "0s")],
+    [
+        (-5, "0s"),
+        (0, "0s"),
+        (59.9, "59s"),
+        (60, "1m"),
+        (61, "1m 1s"),
+        (3599, "59m 59s"),
+        (3600, "1h"),
+        (7199, "1h 59m"),
+        (86399, "23h 59m"),
+        (86400, "1d"),
+        (100 * 86400 - 1, "99d 23h"),
+    ],
 )
-def test_ages(seconds: float, printed: str) -> None:
-    """An age is printed in its largest unit, rounded down; a future time (the clock was set back) is now."""
+def test_durations(seconds: float, printed: str) -> None:
+    """An age and a remaining time have two units, rounded down; one that the clock has made negative is none."""
     assert age((NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z"), NOW) == printed
+    assert until((NOW + timedelta(seconds=seconds)).isoformat(), NOW) == printed
 
 
-def test_times_ahead() -> None:
-    """The distance of a future time is printed like an age."""
-    assert until((NOW + timedelta(seconds=61)).isoformat(), NOW) == "1m"
-    assert until((NOW - timedelta(seconds=61)).isoformat(), NOW) == "0s"
+@given(st.floats(0, 1e9))
+def test_durations_mislead_nobody(seconds: float) -> None:
+    """A printed duration, typed in again, is never more than the original, and never a second unit less."""
+    printed = parse_duration(span(seconds).replace(" ", ""), zero=True)
+    assert printed <= seconds < printed + max(1, seconds / 24)
 
 
 @given(st.text() | st.integers() | st.lists(st.text() | st.integers(), min_size=1))

@@ -1,5 +1,8 @@
-"""Lists fit the terminal: columns shrink in a fixed order, nothing wraps, and every form has the same rows."""
+"""Lists fit the terminal: texts are cut before columns are dropped, nothing wraps, and every form has the same rows."""
 
+import csv
+import io
+import json
 import os
 import pty
 import re
@@ -7,44 +10,117 @@ import subprocess
 import sys
 
 import pytest
-import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
-from mpsd.cli.render import as_yaml
-from mpsd.cli.tables import PLAIN, Column, Figure, Look, bar, table
+from mpsd.cli.cells import CUT, cells, cut, fold
+from mpsd.cli.tables import PLAIN, Column, Figure, Listed, Look, bar, columns_of, table
+from mpsd.core.sanitize import plain
 from tests.cli.conftest import ROOT
 from tests.node import Node
 
-COLUMNS = (Column("ID"), Column("SIZE"), Column("AGE", rank=1), Column("UUID", wide=True), Column("NAME", 2))
-ROWS = (
-    ("a", Figure("8GiB", 8 << 30), "2m", "U-1", "first"),
-    ("b", Figure("512MiB", 512 << 20), "-", "U-2", "second"),
+COLUMNS = columns_of(
+    ("ID", "SIZE", "AGE", "TOTAL", "UUID", "NAME"), drops=("NAME", "AGE"), wide=("UUID",), data=("TOTAL",)
 )
+ROWS = (
+    ("a", Figure("8GiB", 8 << 30), "2m", Figure("9GiB", 9 << 30), "U-1", "first"),
+    ("b", Figure("512MiB", 512 << 20), "-", Figure("unknown", None), "U-2", "second of two"),
+)
+LISTED = Listed(COLUMNS, ROWS, "none")
 
 
 def lines(look: Look) -> list[str]:
-    return table(COLUMNS, ROWS, look, none="none").splitlines()
+    return LISTED.text(look).splitlines()
 
 
 def test_widths() -> None:
-    """The column with the highest number shrinks first; columns without a number keep their width."""
-    assert lines(PLAIN) == ["ID  SIZE    AGE  NAME", "a   8GiB    2m   first", "b   512MiB  -    second"]
-    assert lines(Look(width=23)) == lines(PLAIN)
-    assert lines(Look(width=22)) == ["ID  SIZE    AGE", "a   8GiB    2m", "b   512MiB  -"]
-    assert lines(Look(width=14)) == lines(Look(width=1)) == ["ID  SIZE", "a   8GiB", "b   512MiB"]
+    """A text is cut to a readable width; then the columns with the highest rank go; at last, anything is cut."""
+    assert lines(PLAIN) == ["ID  SIZE    AGE  NAME", "a   8GiB    2m   first", "b   512MiB  -    second of two"]
+    assert lines(Look(width=30)) == lines(PLAIN)
+    assert lines(Look(width=25)) == ["ID  SIZE    AGE  NAME", "a   8GiB    2m   first", "b   512MiB  -    second …"]
+    assert lines(Look(width=24)) == ["ID  SIZE    AGE", "a   8GiB    2m", "b   512MiB  -"]
+    assert lines(Look(width=14)) == ["ID  SIZE", "a   8GiB", "b   512MiB"]
+    assert lines(Look(width=8)) == ["ID  SIZE", "a   8GiB", "b   512…"]
+    assert lines(Look(width=1)) == ["…", "a", "b"]
     assert lines(Look(wide=True))[0] == "ID  SIZE    AGE  UUID  NAME"
-    assert lines(Look(headings=False)) == ["a  8GiB    2m  first", "b  512MiB  -   second"]
+    assert lines(Look(headings=False)) == ["a  8GiB    2m  first", "b  512MiB  -   second of two"]
 
 
-def test_a_last_column_that_is_too_long() -> None:
-    """A column that cannot shrink is cut at the terminal's edge, and shows that it was."""
-    columns = (Column("ID"), Column("NAME"))
-    assert table(columns, [("a", "x" * 40)], Look(width=20), none="").splitlines()[1] == "a   " + "x" * 15 + "…"
+def test_one_long_name() -> None:
+    """A long name costs nobody a column: it alone is cut."""
+    columns = columns_of(("ID", "USER", "NAME", "AGE"), drops=("AGE",), cuts=("USER", "NAME"))
+    rows = [("a", "anna", "x" * 200, "2m"), ("b", "bernadette", "y", "3m")]
+    said = table(columns, rows, Look(width=40), none="").splitlines()
+    assert said[0].split() == ["ID", "USER", "NAME", "AGE"]
+    assert said[1].split() == ["a", "anna", "x" * 18 + CUT, "2m"]
+    assert said[2].split() == ["b", "bernadette", "y", "3m"]
 
 
-@pytest.mark.parametrize(("by", "order"), [("size", "ba"), ("NAME", "ab"), ("age", "ba"), (None, "ab")])
+TEXTS = st.text(max_size=30) | st.sampled_from(["漢字" * 20, "e\u0301" * 30, "👩‍🔬" * 9, "한국어", "☎️" * 12, "x" * 300])
+
+
+@given(
+    st.lists(st.tuples(TEXTS, TEXTS, TEXTS, TEXTS), min_size=1, max_size=4),
+    st.integers(1, 120),
+    st.booleans(),
+)
+def test_any_names(names: list[tuple[str, ...]], width: int, headings: bool) -> None:  # noqa: FBT001 - hypothesis
+    """No line is wider than the terminal, and nothing is cut without an ellipsis, whatever the names are."""
+    columns = columns_of(("ID", "NAME", "AGE", "LABELS"), drops=("AGE",), cuts=("NAME", "LABELS"))
+    rows = plain([[*each] for each in names])
+    look = Look(width=width, headings=headings)
+    said = table(columns, rows, look, none="").split("\n")
+    assert [line for line in said if cell_len(line) > width] == []
+    for row, line in zip(rows, said[headings:], strict=True):
+        whole = "  ".join(row)
+        if CUT not in line and "AGE" in said[0]:
+            assert " ".join(line.split()) == " ".join(whole.split())
+
+
+@given(TEXTS, st.integers(1, 50))
+def test_cuts(name: str, width: int) -> None:
+    """A text that fits is unchanged; of another, the beginning is left, with an ellipsis."""
+    text = plain(name)
+    short = cut(text, width)
+    assert cells(short) <= width
+    assert short == text or (short.endswith(CUT) and text.startswith(short.removesuffix(CUT)))
+    assert (short == text) is (cells(text) <= width)
+
+
+@given(TEXTS)
+def test_cells(name: str) -> None:
+    """No text takes more cells than are counted, by the count of the library that draws `mpsctl top`."""
+    assert cell_len(plain(name)) <= cells(plain(name))
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=9), st.integers(20, 90))
+def test_folds(words: list[str], width: int) -> None:
+    """A folded line has the same words; only a word that is wider than the terminal sticks out."""
+    text = plain(" ".join(words)).strip(" ")
+    folded = fold(text, width, 4)
+    assert folded.split() == text.split()
+    assert [each for each in folded.split("\n") if cells(each) > width and " " in each.strip(" ")] == []
+
+
+@pytest.mark.parametrize(
+    ("by", "order"),
+    [("size", "ba"), ("-size", "ab"), ("name", "ab"), ("-name", "ba"), ("total", "ab"), ("-total", "ab"), (None, "ab")],
+)
 def test_sorting(by: str | None, order: str) -> None:
-    """A table is sorted by the values of a column, not by their texts."""
-    assert "".join(line[0] for line in lines(Look(headings=False, sort=by))) == order
+    """A list is sorted by the values of a column, not by their texts, up or down; what is unknown comes last."""
+    assert LISTED.ordered(by).names() == "\n".join(order)
+
+
+def test_csv() -> None:
+    """CSV has all columns, figures as numbers, an unknown value as nothing, and no formula."""
+    assert LISTED.csv().splitlines() == [
+        "id,size,age,total,uuid,name",
+        "a,8589934592,2m,9663676416,U-1,first",
+        "b,536870912,,,U-2,second of two",
+    ]
+    odd = Listed(columns_of(("A", "B", "")), [("=1+1", 'a,"b"', "#..")], "none")
+    assert odd.csv(headings=False) == '\'=1+1,"a,""b"""'
 
 
 def test_colour() -> None:
@@ -69,22 +145,6 @@ def test_bars(part: float, drawn: str) -> None:
     """A bar has ten characters; any usage is visible, and a terminal without UTF-8 gets ASCII."""
     assert bar(part, "ascii") == drawn
     assert bar(part, "UTF-8") == drawn.replace("#", "█").replace(".", "░")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        [],
-        {"a": []},
-        {"a": [1, {"b": None, "c": [True]}], "d": {"e f": "x: y\n'\"# -"}},
-        [[1, [2]], {"a": 1.5}],
-        "no",
-    ],
-)
-def test_yaml(answer: object) -> None:
-    """A YAML reader gets the same answer from the YAML output."""
-    assert yaml.safe_load(as_yaml(answer)) == answer
 
 
 # -- of a living node --------------------------------------------------------------------------------------------------
@@ -120,7 +180,9 @@ def test_nothing_wraps(full: Node, command: str, width: int) -> None:
     """No row of a table is wider than the terminal."""
     said = on_a_terminal(full, command, COLUMNS=f"{width}", NO_COLOR="1")
     rows = said.split("\r\n\r\n")[1:-1] if command == "status" else [said]
-    assert [line for part in rows for line in part.splitlines() if len(line) > width] == []
+    assert [line for part in rows for line in part.splitlines() if cells(line) > width] == []
+    if command == "leases" and width > 80:
+        assert {"NAME", "PID", "AGE"} <= {*rows[0].splitlines()[0].split()}
 
 
 def test_forms(full: Node) -> None:
@@ -128,20 +190,48 @@ def test_forms(full: Node) -> None:
     found = full.leases()
     ids = [each["id"] for each in found]
     assert full.mpsctl("leases", "-o", "name").stdout.split() == ids
-    assert yaml.safe_load(full.mpsctl("gpus", "-o", "yaml").stdout) == full.get("/v1/gpus").json
+    for command, named in (
+        ("gpus", "gpu"),
+        ("daemons", "daemon"),
+        ("clients", "pid"),
+        ("leases", "lease"),
+        ("usage", "user"),
+    ):
+        names = full.mpsctl(command, "-o", "name").stdout.split()
+        heading, *rows = csv.reader(io.StringIO(full.mpsctl(command, "-o", "csv").stdout))
+        assert heading[0] == named
+        assert [row[0] for row in rows] == names
+        assert {len(row) for row in rows} <= {len(heading)}
+        assert json.loads(full.mpsctl(command, "-o", "json").stdout)
+        shown = full.mpsctl(command, "-o", "wide").stdout.splitlines()
+        assert [line.split()[0] for line in shown[1 : len(names) + 1]] == names
+    (held, *_), *_ = csv.reader(io.StringIO(full.mpsctl("events", "-o", "csv").stdout))
+    assert held == "seq"
     assert [line.split()[0] for line in full.mpsctl("leases", "--no-headers").stdout.splitlines()] == ids
     assert "team=vision" in full.mpsctl("leases", "-o", "wide").stdout
-    assert full.mpsctl("leases", "--gpu", "1", "-o", "name").stdout.split() == ids[1:]
+    for arguments, chosen in (
+        (("--gpu", "1"), ids[1:]),
+        (("--name", "nn*"), ids[:1]),
+        (("--name", "nn"), []),
+        (("--label", "team"), ids[1:]),
+        (("--label", "team=vision"), ids[1:]),
+        (("--label", "team=other"), []),
+        (("--state", "granted", "--state", "active"), ids),
+        (("--state", "waiting"), []),
+        (("--sort", "-lease"), sorted(ids, reverse=True)),
+    ):
+        assert full.mpsctl("leases", *arguments, "-o", "name").stdout.split() == chosen, arguments
     assert full.mpsctl("leases", "--mine", "-o", "name").stdout.split() == ids
     assert full.mpsctl("leases", "--user", "4000000", "-o", "name").stdout == ""
-    for arguments, says in (
+    for wrong, says in (
         (("--user", "nobody-at-all"), "there is no user 'nobody-at-all'"),
-        (("--gpu", "7"), "there is no GPU '7'"),
+        (("--gpu", "7"), "there is no GPU '7': choose 0 (gpu0), 1 (gpu1)"),
+        (("--state", "gone"), "'gone' is not one of 'waiting', 'granted', 'active', 'ended'"),
         (("--sort", "colour"), "there is no column 'colour': choose lease, state, gpu"),
         (("--mine", "--user", "root"), "--mine or --user"),
     ):
-        done = full.mpsctl("leases", *arguments)
-        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+        refused = full.mpsctl("leases", *wrong)
+        assert (refused.returncode, says in refused.stderr) == (2, True), refused.stderr
 
 
 def test_ended_leases(full: Node) -> None:

@@ -1,6 +1,7 @@
 """Each answer is shown completely, with faults first, and unknown values as unknown."""
 
 import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -8,18 +9,21 @@ import pytest
 
 from mpsd.cli import render, views
 from mpsd.cli.render import for_you, when
-from mpsd.cli.tables import PLAIN, Look, bar
+from mpsd.cli.tables import PLAIN, Listed, Look, bar
 from mpsd.core.events import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
-THEN = "2026-11-21T02:57:00.5Z"
+THEN = "2026-11-21T02:58:00Z"
 GIB = 1024**3
 NO_OTHERS: Any = {"leases": 0, "waiting": 0, "threads_granted": 0.0, "memory_granted": 0}
 
 
-def clients(*listed: Any, others: int = 0) -> str:
+def clients(
+    *listed: Any, leases: Sequence[Any] = (), commands: Mapping[int, str] | None = None, others: int = 0
+) -> Listed:
     """Return the list of these clients, with so many of other users."""
-    return views.clients({"clients": [*listed], "others": {"clients": others, "memory_held": 3 * 1024**3}}, PLAIN)
+    answer: Any = {"clients": [*listed], "others": {"clients": others, "memory_held": 3 * GIB}}
+    return views.clients(answer, leases, commands or {})
 
 
 def gpu(**other: Any) -> Any:
@@ -30,6 +34,7 @@ def gpu(**other: Any) -> Any:
         "name": "H100",
         "memory_total": 80 * GIB,
         "memory_reserved": GIB // 2,
+        "threads_total": 100.0,
         "threads_granted": 25.0,
         "memory_granted": 8 * GIB,
         "memory_held": 3 * GIB,
@@ -126,7 +131,7 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
         f"0    ok      yes      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
@@ -165,7 +170,7 @@ def test_a_sick_node() -> None:
         "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
         "  gpu0: it was 10 %; mpsd restored it at 02:57 (2m ago)",
         "",
-        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  CLIENTS  USERS  COMPUTE MODE  NAME",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
     ]
     assert lines[-1].endswith("on simulated GPUs")
 
@@ -197,15 +202,15 @@ def test_a_sick_node_on_a_terminal() -> None:
 def test_a_daemon_that_is_drained() -> None:
     """A completed drain is distinguished from a waiting one."""
     for drained, word in ((True, "drained"), (False, "draining")):
-        text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW, PLAIN)
+        text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW).text(PLAIN)
         assert text.splitlines()[1].split()[1] == word
 
 
 def test_gpus_for_whom() -> None:
     """A GPU says whether it is for the caller, and below the table why not, in local time, and what helps."""
     obstacle: Any = {"code": "daemon_not_ready", "limit": "hold", "hint": "wait"}
-    obstacle["because"] = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:57:00+00:00"
-    lines = views.gpus({"gpus": [gpu(obstacle=obstacle), gpu(index=1)]}, PLAIN).splitlines()
+    obstacle["because"] = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:58:00+00:00"
+    lines = views.gpus({"gpus": [gpu(obstacle=obstacle), gpu(index=1)]}).text(PLAIN).splitlines()
     assert [re.split(r"  +", line)[2] for line in lines[:3]] == ["FOR YOU", "no: held", "yes"]
     because = f"GPU 0 is not for you now: gpu0 is held: root holds it (a fan), at {when(THEN)}"
     assert lines[3:] == [because, "  hint: wait"]
@@ -235,14 +240,15 @@ def test_open_violations() -> None:
 def test_judged_clients_and_leases() -> None:
     """A fault of a client, or an unknown, is in the table, and below it in a sentence."""
     client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
+    client["memory_held"] = None
     well: Any = {"verdict": "ok", "because": "", "hint": ""}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": ""}
     wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it"}
-    lines = clients(client | well, client | doubt, client | wrong).splitlines()
-    assert [line.split()[5] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
+    lines = clients(client | well, client | doubt, client | wrong).text(PLAIN).splitlines()
+    assert [line.split()[7] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
     assert lines[4:] == ["unknown: process 9 may", "violation: process 9 has", "  hint: end it"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
-    assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
+    assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW).text(PLAIN).splitlines()[2:] == [
         f"{judged['id']}: violation: process 7 has less",
         "  hint: h",
         f"{judged['id']}: unknown: process 9 may",
@@ -286,7 +292,7 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
 @pytest.mark.parametrize(
     ("granted", "in_force", "shown"),
     [
-        (20347 << 20, 19 * GIB, "19GiB of 19GiB"),
+        (20347 << 20, 19 * GIB, "19.87GiB of 19.87GiB"),
         (20347 << 20, 18 * GIB, "18GiB of 19.87GiB"),
         (20347 << 20, 20347 << 20, "19.87GiB of 19.87GiB"),
         (512 << 20, 512 << 20, "512MiB of 512MiB"),
@@ -294,14 +300,14 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
     ],
 )
 def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> None:
-    """A control daemon reports whole GiB: a value that agrees with the grant is shown beside it in whole GiB."""
+    """A control daemon reports whole GiB: a value that agrees with the grant is shown as the grant."""
     found = limits(25.0, in_force)
     assert f" {shown} " in verified(limits(25.0, granted), found, found)[-1]
 
 
 def test_clients_without_a_lease() -> None:
     """A client without a lease takes a place as well."""
-    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}, PLAIN).splitlines()[1:]
+    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}).text(PLAIN).splitlines()[1:]
     assert " 3 of 48 " in row
     assert "2 clients without a lease" in line
 
@@ -310,7 +316,7 @@ def test_drift() -> None:
     """A drifted limit is reported in mpsd's own sentence, with its age, and is marked where limits are listed."""
     memory = drift(limit="pinned_device_mem_limit", because="gpu0: the sentence")
     restored = drift(undone="2026-11-21T02:59:00Z", because="gpu0: the other sentence")
-    text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW, PLAIN)
+    text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW).text(PLAIN)
     assert "no limit (drift)" in text
     assert text.splitlines()[-2:] == ["gpu0: the sentence (found 2m ago)", "gpu0: the other sentence (1m ago)"]
 
@@ -319,14 +325,50 @@ def test_what_is_unknown() -> None:
     """A value that could not be read is unknown, not zero, and not absent."""
     silent = daemon(pid=None, version=None, limits={"active_thread_percentage": None, "pinned_device_mem_limit": None})
     lost = gpu(uuid=None, name=None, memory_total=None, memory_held=None, clients_max=None, health="unknown")
-    (row,) = views.daemons({"daemons": [silent]}, NOW, PLAIN).splitlines()[1:]
+    (row,) = views.daemons({"daemons": [silent]}, NOW).text(PLAIN).splitlines()[1:]
     assert row.split() == ["gpu0", "ready", "2m", "-", "unknown", "unknown", "-", "unknown", "/run/mpsd/mps/gpu0"]
-    (row,) = views.gpus({"gpus": [lost]}, PLAIN).splitlines()[1:]
+    (row,) = views.gpus({"gpus": [lost]}).text(PLAIN).splitlines()[1:]
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    client |= {"verdict": "ok", "because": "", "hint": ""}
-    (row,) = clients(client).splitlines()[1:]
-    assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
+    client |= {"verdict": "ok", "because": "", "hint": "", "memory_held": None}
+    (row,) = clients(client).text(PLAIN).splitlines()[1:]
+    assert row.split() == ["9", "unknown", "0", "unknown", "-", "none", "-", "ok", "-"]
+
+
+def test_who_uses_what() -> None:
+    """A client is shown with what it holds of its lease's share of that GPU, and with its command line."""
+    client: Any = {"pid": 9, "name": "python3", "uid": 0, "daemon": "gpu1", "gpu": "GPU-1", "server": 8}
+    client |= {"verdict": "ok", "because": "", "hint": "", "memory_held": GIB, "lease": "lease-1"}
+    of_lease = lease(share(0), share(1, active_thread_percentage=20.0), name="train")
+    found = clients(client, client | {"pid": 10}, leases=[of_lease], commands={9: "python3 train.py"})
+    (_, row, other) = found.text(PLAIN).splitlines()
+    assert row.split() == [
+        "9",
+        "root",
+        "1",
+        "1GiB",
+        "of",
+        "1.5GiB",
+        "20%",
+        "lease-1",
+        "train",
+        "ok",
+        "python3",
+        "train.py",
+    ]
+    assert other.split()[-1] == "python3"
+    assert found.csv(headings=False).splitlines()[0] == (
+        "9,root,1,1073741824,1610612736,20,lease-1,train,ok,gpu1,8,0,GPU-1,python3 train.py"
+    )
+
+
+def test_a_ceiling_as_it_was_set() -> None:
+    """A control daemon reports whole GiB: a report that agrees with the ceiling is shown as the ceiling."""
+    wanted = {"active_thread_percentage": 100.0, "pinned_device_mem_limit": 8130 << 20}
+    for reported, shown in ((7 * GIB, "7.93GiB"), (6 * GIB, "6GiB"), (None, "no limit")):
+        limits = {**wanted, "pinned_device_mem_limit": reported}
+        row = views.daemons({"daemons": [daemon(limits=limits, limits_wanted=wanted)]}, NOW).text(PLAIN).splitlines()[1]
+        assert f"  {shown}  " in row
 
 
 def test_servers() -> None:
@@ -336,26 +378,26 @@ def test_servers() -> None:
         {"pid": 12, "status": None, "clients": [], "orphan": True},
         {"pid": 13, "status": None, "clients": [], "orphan": False, "dying": True},
     ]
-    assert "11, 12 (orphan), 13 (ending)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW, PLAIN)
+    assert "11, 12 (orphan), 13 (ending)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW).text(PLAIN)
 
 
 def test_troubles() -> None:
     """Below the tables is the reason why a GPU or a control daemon is not well, and the remedy."""
-    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}, PLAIN)
+    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}).text(PLAIN)
     assert text.endswith("\nGPU 0: MIG is enabled\n  hint: disable it")
-    text = views.daemons(
-        {"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW, PLAIN
+    text = views.daemons({"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW).text(
+        PLAIN
     )
     assert text.endswith("\ngpu0: 5 deaths\n  hint: mpsctl reset gpu0")
 
 
 def test_nothing_there() -> None:
     """An empty list is a sentence, not a line of headings."""
-    assert views.gpus({"gpus": []}, PLAIN) == "no GPUs"
-    assert views.daemons({"daemons": []}, NOW, PLAIN) == "no control daemons"
-    assert views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
-    assert clients() == "no clients"
-    assert clients(others=2) == "no clients\nand 2 clients of other users, with 3GiB"
+    assert views.gpus({"gpus": []}).text(PLAIN) == "no GPUs"
+    assert views.daemons({"daemons": []}, NOW).text(PLAIN) == "no control daemons"
+    assert views.leases({"leases": [], "others": NO_OTHERS}, NOW).text(PLAIN) == "no leases"
+    assert clients().text(PLAIN) == "no clients"
+    assert clients(others=2).text(PLAIN) == "no clients\nand 2 clients of other users, with 3GiB"
     assert "no control daemons" in status(gpus=[], daemons=[])
 
 
@@ -404,7 +446,8 @@ def lease(*shares: Any, **other: Any) -> Any:
 def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
     """Return the lines below the headings of the list of leases, as words."""
     return [
-        line.split() for line in views.leases({"leases": list(found), "others": others}, NOW, PLAIN).splitlines()[1:]
+        line.split()
+        for line in views.leases({"leases": list(found), "others": others}, NOW).text(PLAIN).splitlines()[1:]
     ]
 
 
@@ -482,16 +525,16 @@ def test_the_order_of_leases() -> None:
 def test_a_time_to_live() -> None:
     """A lease with a time to live shows when it ends, and how long that is from now."""
     lines = views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
-    assert f"expires   {when('2026-11-21T03:01:30.5Z')} (in 1m, unless renewed)" in lines
+    assert f"expires   {when('2026-11-21T03:01:30.5Z')} (in 1m 30s, unless renewed)" in lines
 
 
 def test_leases_of_others() -> None:
     """A user that may not see all leases gets the sums of the others in one line."""
     others: Any = {"leases": 3, "waiting": 1, "threads_granted": 150.0, "memory_granted": 24 * GIB}
-    text = views.leases({"leases": [], "others": others}, NOW, PLAIN)
+    text = views.leases({"leases": [], "others": others}, NOW).text(PLAIN)
     assert text == "no leases\nand 3 leases of other users, of 150% and 24GiB in all, 1 of them waiting"
     others |= {"leases": 1, "waiting": 0}
-    text = views.leases({"leases": [], "others": others}, NOW, PLAIN)
+    text = views.leases({"leases": [], "others": others}, NOW).text(PLAIN)
     assert text == "no leases\nand 1 lease of other users, of 150% and 24GiB in all"
 
 

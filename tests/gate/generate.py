@@ -13,7 +13,6 @@ from typing import Final
 
 from mpsd.core import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
-from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
 from tests.gate import completions, manual, protocol
@@ -116,35 +115,6 @@ def frameworks_table() -> str:
     return _table(*lines)
 
 
-def events_page() -> str:
-    """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
-    kinds = []
-    for kind in EventName:
-        facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(kind).items())
-        kinds.append(f"- `{kind}` ({'/'.join(kind.levels.split())}): {kind.meaning} {facts}".rstrip())
-    listed = "\n".join(kinds)
-    facts = "\n".join(f"- `{name}`: {meaning}" for name, meaning in (*COMMON.items(), *FACTS.items()))
-    return f"""# Events
-
-mpsd logs each decision as an event: one JSON object with its facts. `mpsctl events` prints them as sentences, and with
-`-o json` the lines of `GET /v1/events`. The log of mpsd has these lines without `seq`; the journal has them as entries,
-each kind with its own `MESSAGE_ID`.
-
-A program must ignore unknown kinds and facts, because later releases may add some. They remove none. Texts such as
-`because`, `hint` and `words` are for readers, and their wording may change.
-
-## Kinds
-
-Each kind has its level, its meaning and its facts. One with a `?` is absent in some events.
-
-{listed}
-
-## Facts
-
-{facts}
-"""
-
-
 def metrics_lists() -> str:
     """Return every metric, in a list for each subject."""
     lists = []
@@ -191,7 +161,6 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsd.8": manual.mpsd_page,
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
-    "docs/reference/events.md": events_page,
     "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
     "docs/kubernetes/kubernetes.toml": manual.kubernetes_example,
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},

@@ -101,7 +101,12 @@ with_request: Final = together(
         metavar="PART",
         help="Fraction of a GPU, such as 0.25, 25% or 1/4, instead of --threads and --memory.",
     ),
-    _option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="The GPU to use.  [default: any]"),
+    _option(
+        "--gpu",
+        metavar="any|GPU",
+        shell_complete=gpu_names,
+        help="The GPU to use: 0, gpu0, or its UUID.  [default: any]",
+    ),
     _option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),
     _option(
         "--processes",

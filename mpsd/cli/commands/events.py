@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -14,12 +14,12 @@ import click
 from mpsd.cli import render, tables
 from mpsd.cli.command import note, with_api, with_form
 from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
-from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds
+from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds, sentence
 from mpsd.cli.history.story import Story, lines_of, story_of
 from mpsd.cli.options import MOMENT, TIME, UID, daemon_names, gpu_names, lease_names
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, UnreachableError
-from mpsd.core.events import EventName
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.sanitize import harmless_json, plain
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
 @click.option("--daemon", metavar="DAEMON", shell_complete=daemon_names, help="Only those about this control daemon.")
 @click.option(
     "--gpu",
-    metavar="INDEX|UUID",
+    metavar="GPU",
     shell_complete=gpu_names,
     help="Only those about this GPU, its control daemon, and the leases on it.",
 )
@@ -76,7 +76,12 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
     shell_complete=_kind_names,
     help="Only those of this kind, or of a pattern such as 'lease_*'; may be repeated.",
 )
-@click.option("--kinds", "list_kinds", is_flag=True, help="List the kinds of events, and nothing else.")
+@click.option(
+    "--kinds",
+    "list_kinds",
+    is_flag=True,
+    help="List the kinds of events with their meaning and facts, and nothing else.",
+)
 @click.option(
     "--after",
     type=click.IntRange(min=0),
@@ -85,7 +90,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
     help="Show only events with a higher number.  [default: all]",
 )
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new events until interrupted.")
-@with_form("wide")
+@with_form("wide", "name", "csv")
 @with_api
 def events(  # noqa: PLR0917 - one option each
     api: Api,
@@ -107,10 +112,11 @@ def events(  # noqa: PLR0917 - one option each
     """Show what mpsd decided and saw, one event after another, in local time.
 
     `!` marks a warning and `!!` an error. -o wide prints each with its number, which --after takes, and all of its
-    facts; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of mpsd leaves no gap.
+    facts, -o name the number alone; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of
+    mpsd leaves no gap.
     """
     if list_kinds:
-        click.echo("\n".join(sorted(EventName)))
+        click.echo(_kinds_listed(form))
         return
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
@@ -118,30 +124,67 @@ def events(  # noqa: PLR0917 - one option each
         since, until, lease, _known_daemon(api, daemon), _gpu_names(api, gpu), chosen_uid(owner, mine=mine), kinds
     )
     look = tables.look_of()
+    write: dict[str, Callable[[str, answer_types.Event], str]] = {
+        "json": lambda text, _: harmless_json(text),
+        "csv": lambda _, event: _listed(event).csv(headings=False),
+        "name": lambda _, event: _listed(event).names(),
+        "wide": lambda _, event: render.event(plain(event)),
+        "table": lambda _, event: line(plain(event), look),
+    }
+    if form == "csv":
+        click.echo(tables.Listed(_COLUMNS, [], "").csv())
     nothing = True
     for text, event in _chosen(api, selector, after, last, follow=follow):
         nothing = False
-        if form == "json":
-            said = harmless_json(text)
-        else:
-            said = render.event(plain(event)) if form == "wide" else line(plain(event), look)
+        said = write[form](text, event)
         sys.stdout.write(f"{said}\n")  # click.echo checks the terminal each time, and there may be thousands of lines
         sys.stdout.flush()
-    if nothing and form != "json":
+    if nothing and form in {"table", "wide"}:
         click.echo("no events")
 
 
+_COLUMNS: Final = tables.columns_of(("SEQ", "AT", "LEVEL", "EVENT", "LEASE", "DAEMON", "SENTENCE"))
+
+
+def _listed(event: "answer_types.Event") -> tables.Listed:
+    """Return an event as a list of one row."""
+    facts = plain(event)
+    texts = [f"{facts.get(each.key) or ''}" for each in _COLUMNS[1:-1]]
+    return tables.Listed(_COLUMNS, [(f"{facts['seq']}", *texts, sentence(facts))], "")
+
+
+def _kinds_listed(form: str) -> str:
+    """Return the kinds of events, with their levels, meanings and facts, and the meaning of each fact."""
+    kinds, facts = sorted(EventName), COMMON | FACTS
+    if form == "json":
+        listed = [
+            {"event": each, "levels": each.levels.split(), "meaning": each.meaning, "facts": facts_of(each)}
+            for each in kinds
+        ]
+        return render.as_json({"kinds": listed, "facts": facts})
+    lines = list[tuple[str, str]]()
+    for each in kinds:
+        level = "" if each.levels == "info" else f" ({'/'.join(each.levels.split())})"
+        lines += [(each, f"{each.meaning}{level}"), *([("", each.facts)] if each.facts else [])]
+    lines += [("", ""), ("", "A fact with a ? is absent in some events."), ("", "")]
+    return render.columns([*lines, *facts.items()]).replace("`", "")
+
+
 def _known_daemon(api: Api, daemon: str | None) -> str | None:
-    """Return the name of a control daemon, if one is given.
+    """Return the name of the control daemon that is given by any name of its GPU, if one is given.
 
     An unknown name is an error, since it would select nothing.
     """
     if daemon is None:
         return None
-    names = [each["name"] for each in api.daemons()["daemons"]]
-    if daemon not in names:
-        raise click.BadParameter(f"there is no control daemon {daemon!r}: choose {', '.join(names)}")
-    return daemon
+    from mpsd.core import gpu_names as names
+
+    daemons = api.daemons()["daemons"]
+    index = names.find(daemon, [(int(each["name"].removeprefix("gpu")), each["gpu"]) for each in daemons])
+    if index is None:
+        there = ", ".join(each["name"] for each in daemons)
+        raise click.BadParameter(f"there is no control daemon {daemon!r}: choose {there}", param_hint="--daemon")
+    return f"gpu{index}"
 
 
 def _gpu_names(api: Api, gpu: str | None) -> GpuNames | None:

@@ -2,12 +2,14 @@
 
 import os
 import re
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import command_lines, views
 from mpsd.cli.command import (
     ForEval,
     Listing,
@@ -23,7 +25,7 @@ from mpsd.cli.history import usage as hours
 from mpsd.cli.leases import find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
-from mpsd.cli.tables import Look
+from mpsd.cli.tables import Listed
 from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
@@ -34,81 +36,164 @@ if TYPE_CHECKING:
 def with_filters(rows: str) -> Adds:
     """Return the options that select the rows of a list; `rows` is the word for them."""
     return together(
-        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help=f"Only {rows} on this GPU."),
+        click.option(
+            "--gpu", metavar="GPU", shell_complete=gpu_names, help=f"Only {rows} on this GPU: 0, gpu0, or its UUID."
+        ),
         click.option("--user", "owner", type=UID, metavar="NAME|UID", help=f"Only {rows} of this user."),
         click.option("--mine", is_flag=True, help=f"Only your own {rows}."),
     )
 
 
+def with_lease_filters(rows: str, states: Iterable[str]) -> Adds:
+    """Return the options that select leases, or what belongs to them, also by their name, labels and state."""
+    return together(
+        with_filters(rows),
+        click.option(
+            "--name", metavar="NAME", help="Only those of leases of this name, or of a pattern such as 'train-*'."
+        ),
+        click.option(
+            "--label",
+            "labels",
+            metavar="K=V",
+            multiple=True,
+            callback=_labels,
+            help="Only those of leases with this label; K alone: with any value. May be repeated.",
+        ),
+        click.option(
+            "--state",
+            "states",
+            multiple=True,
+            type=click.Choice([*states]),
+            help="Only those in this state; may be repeated.",
+        ),
+    )
+
+
+def _labels(_: click.Context, __: click.Parameter, labels: Iterable[str]) -> list[tuple[str, str | None]]:
+    return [(key, value if equals else None) for key, equals, value in (each.partition("=") for each in labels)]
+
+
+class _Wanted(NamedTuple):
+    """The criteria of a list, of which None, or empty, stands for all."""
+
+    uid: int | None
+    gpu: str | None
+    name: str | None
+    labels: Sequence[tuple[str, str | None]]
+    states: Sequence[str]
+
+    @property
+    def is_of_leases(self) -> bool:
+        """Whether any of them is a fact of a lease."""
+        return self.name is not None or bool(self.labels)
+
+    def takes(self, uid: int | None, gpus: Sequence[str], state: str, lease: "answer_types.Lease | None") -> bool:
+        return (
+            (self.uid is None or self.uid == uid)
+            and (self.gpu is None or self.gpu in gpus)
+            and (not self.states or state in self.states)
+            and (not self.is_of_leases or (lease is not None and self._takes_lease(lease)))
+        )
+
+    def _takes_lease(self, lease: "answer_types.Lease") -> bool:
+        has = lease["labels"]
+        return (self.name is None or fnmatchcase(lease["name"], self.name)) and all(
+            key in has and value in {None, has[key]} for key, value in self.labels
+        )
+
+
 @click.command()
-@with_listing("name")
+@with_listing(lambda _: views.GPUS)
 @with_api
 def gpus(api: Api, listing: Listing) -> None:
-    """List the GPUs, their health, what is granted of each, and which users hold leases on it."""
-    print_listing(
-        listing,
-        api.gpus,
-        views.gpus,
-        lambda answer: (each["uuid"] or f"{each['index']}" for each in answer["gpus"]),
-    )
+    """List the GPUs, their health, what is granted of each, and which users hold leases on it.
+
+    PLACES are client places: those that the leases are granted, of those that the GPU has. A process that connects may
+    take several.
+    """
+    print_listing(listing, api.gpus, views.gpus)
 
 
 @click.command()
-@with_listing("name")
+@with_listing(lambda _: views.DAEMONS)
 @with_api
 def daemons(api: Api, listing: Listing) -> None:
-    """List the control daemons and the limits that they report."""
+    """List the control daemons and their limits in force."""
+    print_listing(listing, api.daemons, lambda safe: views.daemons(safe, now()))
+
+
+_VERDICTS: Final = ("ok", "unknown", "violation")
+_STATES: Final = ("waiting", "granted", "active", "ended")
+
+
+@click.command()
+@with_lease_filters("clients", _VERDICTS)
+@with_listing(lambda _: views.CLIENTS)
+@with_api
+def clients(  # noqa: PLR0917 - an option each
+    api: Api,
+    listing: Listing,
+    gpu: str | None,
+    owner: int | None,
+    name: str | None,
+    labels: Sequence[tuple[str, str | None]],
+    states: Sequence[str],
+    *,
+    mine: bool,
+) -> None:
+    """List the processes that are connected to an MPS server: who uses what.
+
+    HELD is the memory that a process holds, of what its lease has on that GPU. COMMAND is the command line of your own
+    processes, and for root of all. The states are the verdicts.
+    """
+    uid = chosen_uid(owner, mine=mine)
+    leases: list[answer_types.Lease] = []
+
+    def ask() -> "answer_types.Clients":
+        wanted = _Wanted(uid, _chosen_uuid(api, gpu), name, labels, states)
+        leases[:] = api.leases()["leases"] if wanted.is_of_leases or listing.form != "json" else []
+        by_id, answer = {each["id"]: each for each in leases}, api.clients()
+        found = [
+            each
+            for each in answer["clients"]
+            if wanted.takes(each["uid"], [each["gpu"]], each["verdict"], by_id.get(each["lease"] or ""))
+        ]
+        return {**answer, "clients": found}
+
     print_listing(
-        listing,
-        api.daemons,
-        lambda safe, look: views.daemons(safe, now(), look),
-        lambda answer: (each["name"] for each in answer["daemons"]),
+        listing, ask, lambda safe: views.clients(safe, plain(leases), command_lines.of_clients(safe["clients"]))
     )
 
 
 @click.command()
-@with_filters("clients")
-@with_listing("name")
-@with_api
-def clients(api: Api, listing: Listing, gpu: str | None, owner: int | None, *, mine: bool) -> None:
-    """List the processes that are connected to an MPS server."""
-    wanted = chosen_uid(owner, mine=mine)
-
-    def ask() -> "answer_types.Clients":
-        chosen = _chosen_uuid(api, gpu)
-        answer = api.clients()
-        found = answer["clients"]
-        shown = [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]
-        return {**answer, "clients": shown}
-
-    print_listing(listing, ask, views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
-
-
-@click.command()
-@with_filters("leases")
+@with_lease_filters("leases", _STATES)
 @click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
-@with_listing("name")
+@with_listing(lambda _: views.LEASES)
 @with_api
-def leases(api: Api, listing: Listing, gpu: str | None, owner: int | None, *, mine: bool, everything: bool) -> None:
+def leases(  # noqa: PLR0917 - an option each
+    api: Api,
+    listing: Listing,
+    gpu: str | None,
+    owner: int | None,
+    name: str | None,
+    labels: Sequence[tuple[str, str | None]],
+    states: Sequence[str],
+    *,
+    mine: bool,
+    everything: bool,
+) -> None:
     """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
-    wanted = chosen_uid(owner, mine=mine)
+    uid = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Leases":
-        chosen = _chosen_uuid(api, gpu)
-        answer = api.leases(ended=everything)
+        wanted = _Wanted(uid, _chosen_uuid(api, gpu), name, labels, states)
+        answer = api.leases(ended=everything or "ended" in states)
         found = [
-            each
-            for each in answer["leases"]
-            if wanted in {None, each["owner"]["uid"]} and (chosen is None or chosen in each["gpus"])
+            each for each in answer["leases"] if wanted.takes(each["owner"]["uid"], each["gpus"], each["state"], each)
         ]
         return {**answer, "leases": found}
 
-    print_listing(
-        listing,
-        ask,
-        lambda safe, look: views.leases(safe, now(), look),
-        lambda answer: (each["id"] for each in answer["leases"]),
-    )
+    print_listing(listing, ask, lambda safe: views.leases(safe, now()))
 
 
 def chosen_uid(owner: int | None, *, mine: bool) -> int | None:
@@ -119,13 +204,16 @@ def chosen_uid(owner: int | None, *, mine: bool) -> int | None:
 
 
 def chosen_gpu(api: Api, gpu: str | None) -> "answer_types.Gpu | None":
-    """Return the GPU whose rows are listed, by its index or UUID; None for all GPUs."""
+    """Return the GPU whose rows are listed, by any of its names; None for all GPUs."""
     if gpu is None:
         return None
-    for each in api.gpus()["gpus"]:
-        if gpu in {f"{each['index']}", each["uuid"]}:
-            return each
-    raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+    from mpsd.core import gpu_names as names  # imports decimal, which lists of all GPUs do without
+
+    by_index = {each["index"]: each for each in api.gpus()["gpus"]}
+    numbered = [(index, each["uuid"]) for index, each in by_index.items()]
+    if (index := names.find(gpu, numbered)) is None:
+        raise click.BadParameter(": ".join(names.unknown(gpu, numbered)), param_hint="--gpu")
+    return by_index[index]
 
 
 def _chosen_uuid(api: Api, gpu: str | None) -> str | None:
@@ -154,7 +242,7 @@ def _by(_: click.Context, __: click.Parameter, by: str) -> str:
 @with_filters("leases")
 @click.option("--since", type=MOMENT, default="7d", show_default=True, metavar="TIME", help=f"Begin at TIME. {TIME}")
 @click.option("--until", type=MOMENT, metavar="TIME", help="End at TIME.  [default: now]")
-@with_listing("csv")
+@with_listing(lambda context: hours.columns(context.params.get("by") or "user"))
 @with_api
 def usage(  # noqa: PLR0917 - an option each
     api: Api,
@@ -172,19 +260,14 @@ def usage(  # noqa: PLR0917 - an option each
     GPU HOURS are hours of all threads of a GPU: half of the threads for two hours is one. GIB HOURS are hours of a GiB
     that was granted, and HELD is how much of that was in use when the GPUs were read. LEASES are those that had
     anything in that time. Labels are those of your own leases; administrators see all.
-
-    -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
     """
     wanted, chosen = chosen_uid(owner, mine=mine), _chosen_uuid(api, gpu)
     end, user = None if until is None else _rfc3339(until), None if wanted is None else str(wanted)
     query = given(by=by, since=_rfc3339(since), until=end, gpu=chosen, user=user, totals="true")
-    if listing.form == "csv":
-        click.echo(hours.as_csv(api.history(**query), headings=listing.look.headings))
-        return
 
-    def view(safe: "answer_types.History", look: Look) -> str:
+    def view(safe: "answer_types.History") -> Listed:
         indexes = {plain(each["uuid"]): f"{each['index']}" for each in api.gpus()["gpus"] if each["uuid"]}
-        return hours.view(safe, {} if look.wide or by != "gpu" else indexes, look)
+        return hours.listed(safe, {} if listing.form != "table" or by != "gpu" else indexes)
 
     print_listing(listing, lambda: api.history(**query), view)
 

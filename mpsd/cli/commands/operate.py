@@ -56,7 +56,9 @@ def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
     everyone = click.option("--all", "everyone", is_flag=True, help="All control daemons of the node.")
     daemon = click.argument("daemon", required=False, shell_complete=daemon_names)
     decorate = together(daemon, everyone, with_form(), with_api, *options)
-    return click.command(verb, help=f"{text}\n\nDAEMON is a name that `mpsctl daemons` lists.")(decorate(command))
+    return click.command(
+        verb, help=f"{text}\n\nDAEMON is a control daemon, by its name or that of its GPU: gpu0, 0, or a UUID."
+    )(decorate(command))
 
 
 def _follow(api: Api, operation: "answer_types.Operation", cancel: str = "") -> "answer_types.Operation":

@@ -9,13 +9,13 @@ import sys
 import click
 
 from mpsd.cli import views
-from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
+from mpsd.cli.command import Listing, now, print_overview, with_api, with_overview
 from mpsd.cli.options import DURATION, UID
 from mpsd.client import Api
 
 
 @click.command()
-@with_listing()
+@with_overview
 @with_api
 def status(api: Api, listing: Listing) -> None:
     """Show whether the node is healthy, and if not, why and what to do.
@@ -23,8 +23,8 @@ def status(api: Api, listing: Listing) -> None:
     The first line also says whether a program that misses MPS gets a whole GPU (`not closed`), and which violations are
     open. Neither changes the exit status, which is 0 only if mpsd and its control daemons are healthy.
     """
-    node = print_listing(listing, api.status, lambda safe, look: views.status(safe, now(), look))
-    if listing.form in {"table", "wide"} and "MPSD_LEASE" in os.environ:
+    node = print_overview(listing, api.status, lambda safe, look: views.status(safe, now(), look))
+    if listing.form != "json" and "MPSD_LEASE" in os.environ:
         from mpsd.cli.leases.find import note_if_over
 
         note_if_over(api)

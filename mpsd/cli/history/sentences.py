@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mpsd.cli.render import as_here, fact, fold, limit, percent, size, when
+from mpsd.cli.cells import fold
+from mpsd.cli.render import as_here, fact, limit, percent, size, when
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
 from mpsd.core.errors import InvalidRequestError

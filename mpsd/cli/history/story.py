@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mpsd.cli.cells import fold
 from mpsd.cli.command import now
 from mpsd.cli.history import sentences
 from mpsd.cli.history.sentences import GpuNames, Selector, leases_of
@@ -15,7 +16,6 @@ from mpsd.cli.render import (
     age,
     amounts,
     as_here,
-    fold,
     granted_memory,
     keepers,
     lack,
@@ -28,6 +28,7 @@ from mpsd.cli.render import (
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
 from mpsd.client import Api
+from mpsd.core import gpu_names
 from mpsd.core.errors import NotFoundError
 from mpsd.core.sanitize import plain, text
 
@@ -69,20 +70,24 @@ def story_of(api: Api, subject: str) -> Story:
         about = leases_of(event)
         return any(each in visible for each in about) if about else uid is None
 
-    for gpu in node["gpus"]:
+    numbered = [(each["index"], each["uuid"]) for each in node["gpus"]]
+    if (index := gpu_names.find(subject, numbered)) is not None:
+        gpu = next(each for each in node["gpus"] if each["index"] == index)
         daemon = next((each for each in node["daemons"] if each["gpu"] == gpu["uuid"]), None)
         name = daemon["name"] if daemon else None
-        if {subject, subject.lower()} & {f"{gpu['index']}", f"gpu {gpu['index']}", gpu["uuid"], name}:
-            return Story(
-                _title(gpu, daemon),
-                *events_of_gpu(events, GpuNames(gpu["index"], gpu["uuid"], name), sees),
-                log=[] if name is None else _log(api, name),
-                now=[*_gpu_now(node, gpu, daemon, leases)],
-                next=_gpu_next(node, gpu, daemon),
-            )
+        return Story(
+            _title(gpu, daemon),
+            *events_of_gpu(events, GpuNames(gpu["index"], gpu["uuid"], name), sees),
+            log=[] if name is None else _log(api, name),
+            now=[*_gpu_now(node, gpu, daemon, leases)],
+            next=_gpu_next(node, gpu, daemon),
+        )
     seen = [each for each in events if sees(each)]
     lease_id = _lease_id(subject, leases, seen)
     if lease_id is None:
+        if gpu_names.is_name(subject):
+            detail, hint = gpu_names.unknown(subject, numbered)
+            raise NotFoundError(detail, hint=hint)
         api.lease(subject)  # raises the reason: the lease does not exist, or belongs to another user
         raise NotFoundError(f"mpsd has no events of {subject}", hint="see mpsctl leases --all")
     chosen = events_of_lease(seen, lease_id, {each["gpu"]: each["name"] for each in node["daemons"]})

@@ -90,7 +90,7 @@ def rows(entries: list[Entry], width: int) -> tuple[list[str], list[list[str]]]:
 
 
 def _order(cell: str) -> tuple[float, str]:
-    return (-cell.value if isinstance(cell, Figure) else 0.0), cell
+    return (-(cell.value or 0.0) if isinstance(cell, Figure) else 0.0), cell
 
 
 def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> tuple[str, ...]:

@@ -118,8 +118,8 @@ GPU_THREADS_GRANTED: Final = _gauge(
 GPU_THREADS_UNLEASED: Final = _gauge(
     "mpsd_gpu_threads_unleased_ratio", "Threads that count as used by clients without a lease.", "gpu"
 )
-GPU_CLIENTS_MAX: Final = _gauge("mpsd_gpu_clients_max", "Clients of MPS for which the GPU has room.", "gpu")
-GPU_CLIENTS_GRANTED: Final = _gauge("mpsd_gpu_clients_granted", "Clients that are granted to leases.", "gpu")
+GPU_CLIENTS_MAX: Final = _gauge("mpsd_gpu_clients_max", "Client places of the GPU.", "gpu")
+GPU_CLIENTS_GRANTED: Final = _gauge("mpsd_gpu_clients_granted", "Client places that are granted to leases.", "gpu")
 GPU_XIDS: Final = _counter("mpsd_gpu_xids", "Critical errors that the GPU reported, by NVIDIA's number.", "gpu", "xid")
 
 _section("Control daemons")

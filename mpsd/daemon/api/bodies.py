@@ -83,7 +83,9 @@ class LeaseRequest(RequestBody, kw_only=True):
         SizeText | SizeBytes | None, about("Device memory, as `8GiB` or in bytes; granted in whole MiB.")
     ] = None
     fraction: Annotated[Fraction | None, about("The part of one GPU's threads and memory, from 0.001 to 1.")] = None
-    gpu: Annotated[Text, about("`any`, an index, a UUID, or a unique prefix of one.")] = "any"
+    gpu: Annotated[
+        Text, about("`any`, or a GPU by its index, as `gpu0`, or by its UUID or a unique prefix of that.")
+    ] = "any"
     gpus: Annotated[
         int, Meta(ge=1, le=64), about("Number of GPUs, all or nothing; the lease has the same amount on each.")
     ] = 1

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from mpsd.client import answer_types
 from mpsd.client.answer_types import about, words
+from mpsd.core import gpu_names
 from mpsd.core.accounting.accounts import SECOND
 from mpsd.core.accounting.report import Amounts, By, Line, Report, step_of
 from mpsd.core.errors import InvalidRequestError
@@ -166,8 +167,8 @@ class HistoryQuery(RequestQuery, frozen=True):
     gpu: Annotated[
         str,
         parameter(
-            "The UUID of a GPU, to count this GPU only.",
-            refusal="is not the UUID of a GPU",
+            "A GPU by its index, as `gpu0`, or by its UUID or a unique prefix of that, to count this GPU only.",
+            refusal="is not the name of a GPU",
             hint="GET /v1/gpus has them",
         ),
         Meta(pattern=r"^([\x21-\x7e]{1,128})?\Z"),
@@ -219,7 +220,7 @@ class HistoryHandlers:
             begin,
             None if is_open else end,
             step,
-            gpu=query.gpu or None,
+            gpu=self._uuid(query.gpu),
             is_seen=is_seen,
             totals=query.totals,
         )
@@ -238,6 +239,20 @@ class HistoryHandlers:
             ],
             because=self._accountant.trouble,
         )
+
+    def _uuid(self, meant: str) -> str | None:
+        """Return the UUID of the named GPU; None without a name. A GPU that is gone is named by its UUID.
+
+        Raises InvalidRequestError.
+        """
+        there = self._node.gpus.by_index
+        numbered = [(index, gpu.uuid) for index, gpu in there.items()]
+        if (index := gpu_names.find(meant, numbered)) is not None:
+            return there[index].uuid
+        if meant and not meant.startswith("GPU-"):
+            detail, hint = gpu_names.unknown(meant, numbered)
+            raise InvalidRequestError(detail, hint=hint, limit="gpu")
+        return meant or None
 
     def _is_seen(self, request: Request, by: By, user: int | None) -> Callable[[int | None], bool]:
         """Return the test whether a uid's leases are in the answer; uid None stands for memory outside of leases."""

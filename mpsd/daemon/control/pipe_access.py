@@ -3,7 +3,7 @@
 Any local user who can connect to a control daemon's socket can be its client, and take its only seat; drivers 470 and
 535 obey any such user (from 550 on other users may not change defaults). mpsd therefore guards the access: the pipe
 directory, and the socket too, because a process that has opened the socket with O_PATH can connect to it later, however
-closed the directory is by then (both measured: docs/enforcement.md).
+closed the directory is by then (both measured: docs/internals/enforcement.md).
 
 The control daemon opens its other files there to all users: the lock that its successor needs, its pid file, and the
 FIFO `log` that carries its own log and that of its servers. A process that reads the FIFO takes lines away, and one

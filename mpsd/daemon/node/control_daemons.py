@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from mpsd.core import gpus
+from mpsd.core import gpu_names, gpus
 from mpsd.core.errors import NotFoundError, StorageError
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Daemon, Known
@@ -125,12 +125,16 @@ class ControlDaemons:
         return [*self._supervisors.values()]
 
     def supervisor(self, name: str) -> Supervisor:
-        """Return the supervisor of this control daemon. Raises NotFoundError."""
-        found = self._supervisors.get(name)
-        if found is None:
+        """Return the supervisor of this control daemon, or of the control daemon of this GPU.
+
+        Raises NotFoundError where there is none, and InvalidRequestError where there are several.
+        """
+        by_index = {each.gpu.index: each for each in self._supervisors.values()}
+        index = gpu_names.find(name, ((index, each.gpu.uuid) for index, each in by_index.items()))
+        if index is None:
             known = ", ".join(self._supervisors) or "none"
             raise NotFoundError(f"there is no control daemon {name!r}", hint=f"known control daemons: {known}")
-        return found
+        return by_index[index]
 
     def all(self) -> list[Daemon]:
         """Return the control daemons at this moment."""

@@ -1,5 +1,7 @@
 """`mpsctl cluster`: the answers of kubectl as a table; kubectl itself is a program of the test."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -39,9 +41,9 @@ GPUS = [
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def annotation(seconds: float = 65.0) -> str:
-    """Return the annotation of a node that wrote it so many seconds ago, and promised to do so each ten minutes."""
-    return node_state.annotation(node_state.described(GPUS), datetime.now(tz=UTC) - timedelta(seconds=seconds), 600)
+def annotation(seconds: float = 7205.0) -> str:
+    """Return the annotation of a node that wrote it so many seconds ago, and promised to do so each two hours."""
+    return node_state.annotation(node_state.described(GPUS), datetime.now(tz=UTC) - timedelta(seconds=seconds), 7200)
 
 
 def node(name: str, state: str, domain: str = "mpsd.internal", ready: str = "True") -> dict[str, Any]:
@@ -89,16 +91,26 @@ def test_table(kubectl: Path) -> None:
     """Each GPU has a row, and each pod with a share of it one below."""
     done = call(path=kubectl)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "NODE  GPU  MODEL        THREADS      MEMORY           AGE  STATE / POD",
-        "a     0    NVIDIA H200  35% of 100%  9GiB of 79.5GiB  1m   ok",
-        "                        10%          1GiB                  (not of a pod)",
-        "                        25%          8GiB                  team/train",
-        "a     1    NVIDIA H200  0% of 100%   0B of 79.5GiB    1m   control daemon gpu1 is held: maintenance",
-        "b     -                                               -    its annotation mpsd.internal/state is damaged",
+    assert [re.split("  +", each) for each in done.stdout.splitlines()] == [
+        ["NODE", "GPU", "MODEL", "THREADS", "MEMORY", "AGE", "POD", "STATE"],
+        ["a", "0", "NVIDIA H200", "35% of 100%", "9GiB of 79.5GiB", "2h", "-", "ok"],
+        ["a", "0", "NVIDIA H200", "10%", "1GiB", "2h", "(not of a pod)", "-"],
+        ["a", "0", "NVIDIA H200", "25%", "8GiB", "2h", "team/train", "-"],
+        ["a", "1", "NVIDIA H200", "0% of 100%", "0B of 79.5GiB", "2h", "-", "control daemon gpu1 is held: maintenance"],
+        ["b", *("-",) * 6, "its annotation mpsd.internal/state is damaged"],
     ]
     calls = [json.loads(line) for line in (kubectl / "called").read_text().splitlines()]
     assert [each[:2] for each in calls] == [["get", "nodes"], ["get", "pods"]]
+
+
+def test_csv(kubectl: Path) -> None:
+    """CSV has a whole row for each GPU and each pod; names are those of the nodes."""
+    _, _, pod, *_, last = csv.reader(io.StringIO(call("-o", "csv", path=kubectl).stdout))
+    assert (pod[:3], pod[3:6], pod[7:]) == (["a", "0", "NVIDIA H200"], ["10", "1073741824", ""], ["(not of a pod)", ""])
+    assert last == ["b", "", "", "", "", "", "", "", "its annotation mpsd.internal/state is damaged"]
+    assert call("-o", "name", path=kubectl).stdout.split() == ["a", "b"]
+    by_memory = call("-o", "csv", "--sort", "-memory", "--no-headers", path=kubectl).stdout.splitlines()
+    assert [each.split(",")[4] for each in by_memory] == ["9663676416", "8589934592", "1073741824", "0", ""]
 
 
 def test_json(kubectl: Path) -> None:
@@ -121,15 +133,15 @@ def test_of_a_fork(kubectl: Path) -> None:
 
 def test_silent(kubectl: Path) -> None:
     """A GPU of a node that is not ready, or that has not reported for long, does not look well."""
-    put(kubectl, "nodes", node("a", annotation(3 * 3600)), node("b", annotation(), ready="Unknown"))
+    put(kubectl, "nodes", node("a", annotation(3 * 86400)), node("b", annotation(), ready="Unknown"))
     table = [re.split("  +", line) for line in call(path=kubectl).stdout.splitlines()]
-    found = {(row[0], *row[-2:]) for row in table if row[0] in {"a", "b"}}
+    found = {(row[0], row[5], row[7]) for row in table if row[0] in {"a", "b"} and row[6] == "-"}
     held = "control daemon gpu1 is held: maintenance"
     assert found == {
-        ("a", "STALE 3h", "unknown: mpsd-kubernetes is silent there"),
-        ("a", "STALE 3h", f"unknown: mpsd-kubernetes is silent there; {held}"),
-        ("b", "1m", "the node is not ready"),
-        ("b", "1m", f"the node is not ready; {held}"),
+        ("a", "STALE 3d", "unknown: mpsd-kubernetes is silent there"),
+        ("a", "STALE 3d", f"unknown: mpsd-kubernetes is silent there; {held}"),
+        ("b", "2h", "the node is not ready"),
+        ("b", "2h", f"the node is not ready; {held}"),
     }
     nodes = json.loads(call("-o", "json", path=kubectl).stdout)["nodes"]
     assert [(each["ready"], each["stale"]) for each in nodes] == [(True, True), (False, False)]

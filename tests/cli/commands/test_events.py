@@ -13,6 +13,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import end, run_mpsctl, start_mpsctl
 from tests.node import Node
@@ -88,7 +89,7 @@ def test_sentences(node: Node) -> None:
         (["--kind", "frobnicate"], "list them: mpsctl events --kinds"),
         (["--since", "a while"], "give one such as 2h (so long ago)"),
         (["--daemon", "gpu7"], "there is no control daemon 'gpu7': choose gpu0, gpu1"),
-        (["--gpu", "7"], "there is no GPU '7': see mpsctl gpus"),
+        (["--gpu", "7"], "there is no GPU '7': choose 0 (gpu0), 1 (gpu1), or a UUID"),
         (["--user", "nobody-at-all"], "there is no user 'nobody-at-all'"),
         (["--until", "1h", "--follow"], "Use --follow or --until, not both"),
     ],
@@ -98,6 +99,16 @@ def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> No
     done = node.mpsctl("events", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
+
+
+def test_kinds(node: Node) -> None:
+    """The list of kinds has each with its facts, and the meaning of each fact, for people and for programs."""
+    lines = node.mpsctl("events", "--kinds").stdout.splitlines()
+    first = {line.split()[0] for line in lines if line and not line.startswith(" ")}
+    assert {*EventName, *FACTS, *COMMON} <= first
+    listed = json.loads(node.mpsctl("events", "--kinds", "-o", "json").stdout)
+    assert {each["event"]: each["facts"] for each in listed["kinds"]} == {each: facts_of(each) for each in EventName}
+    assert listed["facts"].keys() == {*FACTS, *COMMON}
 
 
 @pytest.mark.parametrize("form", ["table", "wide", "json"])

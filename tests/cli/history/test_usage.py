@@ -31,7 +31,7 @@ def answer(*keys: str | None, by: str = "name", **more: Any) -> Any:
 
 def test_a_table() -> None:
     """The table has hours of whole GPUs and of GiB, and the held part of the latter."""
-    heading, row = usage.view(answer("train"), {}, PLAIN).splitlines()
+    heading, row = usage.listed(answer("train"), {}).text(PLAIN).splitlines()
     assert re.split(" {2,}", heading) == ["NAME", "LEASES", "GPU HOURS", "GIB HOURS", "HELD GIB HOURS", "HELD"]
     assert row.split() == ["train", "3", "0.5000", "2.00", "0.5000", "25%"]
 
@@ -40,34 +40,34 @@ def test_what_is_not_known() -> None:
     """An amount without a reading, or a missing key, is a dash in the table, and empty in CSV."""
     found = answer(None)
     found["history"][0]["total"]["memory_held"] = None
-    assert usage.view(found, {}, PLAIN).splitlines()[1].split() == ["-", "3", "0.5000", "2.00", "-", "-"]
-    assert usage.as_csv(found).splitlines()[1] == ",3,0.500000,2.000000,,1.000000"
+    assert usage.listed(found, {}).text(PLAIN).splitlines()[1].split() == ["-", "3", "0.5000", "2.00", "-", "-"]
+    assert usage.listed(found, {}).csv().splitlines()[1] == ",3,0.500000,2.000000,,,1.000000"
 
 
 def test_gaps_are_told() -> None:
     """Notes below the table name gaps without samples, and the number of keys left out."""
     gap = {"since": "2026-11-23T10:00:00Z", "until": "2026-11-23T11:00:00Z", "because": "the disk is full"}
-    lines = usage.view(answer("a", gaps=[gap], left_out=7), {}, PLAIN).splitlines()
+    lines = usage.listed(answer("a", gaps=[gap], left_out=7), {}).text(PLAIN).splitlines()
     assert lines[-2].endswith(": no samples: the disk is full")
     assert lines[-1] == "note: 7 more with less are left out"
 
 
 def test_nothing() -> None:
     """An empty table says that nothing was granted."""
-    assert usage.view(answer(), {}, PLAIN) == "nothing was granted"
+    assert usage.listed(answer(), {}).text(PLAIN) == "nothing was granted"
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1"])
 def test_no_formula(name: str) -> None:
     """No name becomes a formula in a spreadsheet."""
-    (row,) = csv.reader(io.StringIO(usage.as_csv(answer(name), headings=False)))
+    (row,) = csv.reader(io.StringIO(usage.listed(plain(answer(name)), {}).csv(headings=False)))
     assert row[0][0] not in "=+-@\t\r"
 
 
 @pytest.mark.parametrize("name", ['a,"b"', "a;b", "\x1b[2J", "a\nb", "ä"])
 def test_any_name(name: str) -> None:
     """Any name is one cell of one row, and does not act on a terminal."""
-    text = usage.as_csv(answer(name), headings=False)
+    text = usage.listed(plain(answer(name)), {}).csv(headings=False)
     ((key, *_),) = csv.reader(io.StringIO(text))
     assert key == plain(name)
     assert len(text.splitlines()) == 1
@@ -76,5 +76,5 @@ def test_any_name(name: str) -> None:
 
 def test_gpus_by_index() -> None:
     """A GPU has its index, as in the other tables; a GPU that is gone has its UUID."""
-    lines = usage.view(answer("GPU-a", "GPU-b", by="gpu"), {"GPU-a": "0"}, PLAIN).splitlines()
+    lines = usage.listed(answer("GPU-a", "GPU-b", by="gpu"), {"GPU-a": "0"}).text(PLAIN).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["0", "GPU-b"]

@@ -87,7 +87,7 @@ function update(card, gpu, daemon, node, principal, done) {
   const state = daemon === undefined ? "no control daemon" : daemon.drained && daemon.state === "draining" ? "drained" : daemon.state;
   say(parts.daemon, daemon === undefined ? state : `${daemon.name} ${state} for ${age(daemon.since, node.now)}`);
   set(parts.daemon, "class", look(daemon?.state));
-  say(parts.clients, `${gpu.clients + gpu.clients_unleased} of ${gpu.clients_max ?? "unknown"} clients`);
+  say(parts.clients, `${gpu.clients + gpu.clients_unleased} of ${gpu.clients_max ?? "unknown"} client places taken`);
   const troubles = [gpu, ...(daemon ? [daemon] : [])].filter((each) => each.hint).map((each) => `${each.because}: ${each.hint}`);
   const { obstacle } = gpu;
   if (obstacle && troubles.length === 0) troubles.push(`GPU ${gpu.index} is not for you now: ${obstacle.because}: ${obstacle.hint}`);

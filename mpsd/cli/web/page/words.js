@@ -1,7 +1,7 @@
 /* Figures as mpsctl prints them (mpsd/cli/render.py); tests/cli/web compares the two. */
 
 const UNITS = [["TiB", 1024 ** 4], ["GiB", 1024 ** 3], ["MiB", 1024 ** 2], ["KiB", 1024]];
-const AGES = [["d", 86400], ["h", 3600], ["m", 60]];
+const SPANS = [["d", 86400], ["h", 3600], ["m", 60], ["s", 1]];
 
 /** Bytes as `8GiB`, rounded down to two decimals. */
 export function size(bytes) {
@@ -23,11 +23,14 @@ export function hours(seconds) {
 /** A number with its noun. */
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-/** A span of seconds in its largest unit: `12s`, `3m`, `5h`, `9d`. */
+/** Seconds in two units, rounded down: `12s`, `1h 58m`, `9d`. */
 export function span(exactly) {
   const seconds = Math.max(Math.floor(exactly), 0);
-  for (const [unit, factor] of AGES) if (seconds >= factor) return `${Math.floor(seconds / factor)}${unit}`;
-  return `${seconds}s`;
+  const number = SPANS.findIndex(([, factor]) => seconds >= factor);
+  if (number < 0) return "0s";
+  const [[unit, factor], [below, part]] = [SPANS[number], SPANS[number + 1] ?? ["", 1]];
+  const rest = below ? Math.floor((seconds % factor) / part) : 0;
+  return `${Math.floor(seconds / factor)}${unit}${rest ? ` ${rest}${below}` : ""}`;
 }
 
 /** The span from one time of the API to a later one. */

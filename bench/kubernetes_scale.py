@@ -27,7 +27,7 @@ from mpsd.core.dra import slices
 from mpsd.core.dra.slices import Node, Steps
 from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.devices import Gpu, Part
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 from mpsd.core.kubernetes.settings import DOMAIN, Settings
 from mpsd.kubernetes.api_server import ApiServer, Place
@@ -68,7 +68,7 @@ def gpus(number: int) -> list[Gpu]:
 def states(number: int, shares: int) -> list[GpuState]:
     """Return the same GPUs with so many pods on each."""
     pods = [ShareState(f"0af54f2c-{each:04x}-4000-8000-00000000beef", 50, 4096) for each in range(shares)]
-    return [GpuState(each, pods) for each in gpus(number)]
+    return [GpuState(each, pods, Part(each.tenths, each.mebibytes)) for each in gpus(number)]
 
 
 def annotation(number: int, shares: int) -> str:

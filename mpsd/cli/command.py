@@ -15,7 +15,7 @@ import click
 
 from mpsd.cli import tables
 from mpsd.cli.options import DURATION, Adds, together
-from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, plural
+from mpsd.cli.render import as_here, as_json, plural
 from mpsd.client import Api
 from mpsd.core.errors import (
     ConfigurationError,
@@ -290,24 +290,6 @@ def of_one_version() -> Iterator[None]:
 def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     """Print the API's answer: as the API's JSON, or through a view."""
     click.echo(as_json(answer) if form == "json" else view(plain(answer)))
-
-
-def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
-    """Print a lease in any format; the formats for programs contain its token."""
-    if form == "env":
-        from mpsd.cli.leases import caller
-        from mpsd.core.mps_facts import UNASKED
-
-        variables = environment(api, lease, share)
-        if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
-            click.echo(caller.unset(inherited))
-        click.echo(as_exports(variables))
-    elif form == "env-file":
-        click.echo(as_env_file(environment(api, lease, share)))
-    else:
-        from mpsd.cli import views
-
-        print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
 def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:

@@ -144,6 +144,12 @@ def _fraction(text: str) -> float:
     return parse_fraction(text)
 
 
+def _nodes(text: str) -> object:
+    from mpsd.core.kubernetes.upgrade import max_unavailable
+
+    return max_unavailable(text)
+
+
 def _uid(text: str) -> int:
     found = uid_of(text)
     if found is None:
@@ -196,6 +202,9 @@ PERCENTAGE: Final = _Notation("percentage", _percentage)
 
 FRACTION: Final = _Notation("fraction", _fraction)
 """A part of a GPU, from `0.25`, `0,25`, `25%` or `1/4`."""
+
+NODES: Final = _Notation("nodes", _nodes)
+"""A number of nodes, or a percentage of them."""
 
 UID: Final = _Notation("user", _uid)
 """A uid, from the name of a user, or from a number, with or without an account here."""

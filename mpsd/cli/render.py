@@ -188,6 +188,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def granted_threads(gpu: "answer_types.Gpu") -> str:
+    """Print how much of a GPU's threads is granted, of what may be."""
+    return f"{percent(gpu['threads_granted'])} of {percent(gpu['threads_total'])}"
+
+
 def granted_memory(gpu: "answer_types.Gpu") -> str:
     """Print how much of a GPU's memory is granted."""
     return f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'])}"

@@ -17,6 +17,7 @@ from mpsd.cli.render import (
     columns,
     for_you,
     granted_memory,
+    granted_threads,
     holders,
     holding_pid,
     keepers,
@@ -117,7 +118,7 @@ def _gpus(gpus: "list[answer_types.Gpu]") -> Listed:
             str(gpu["index"]),
             gpu["health"],
             for_you(gpu),
-            Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
+            Figure(granted_threads(gpu), gpu["threads_granted"]),
             Figure(percent(gpu["threads_total"]), gpu["threads_total"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
             bytes_of(gpu["memory_total"]),
@@ -149,7 +150,7 @@ def _since(then: str, now: datetime) -> Figure:
 def _granted_part(gpu: "answer_types.Gpu") -> float:
     """Return the larger of the granted parts of its threads and memory."""
     memory = gpu["memory_granted"] / gpu["memory_total"] if gpu["memory_total"] else 0.0
-    return max(gpu["threads_granted"] / 100, memory)
+    return max(gpu["threads_granted"] / gpu["threads_total"], memory)
 
 
 def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
@@ -158,7 +159,8 @@ def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
         if gpu["clients_unleased"]:
             used = amounts(gpu["threads_unleased"], gpu["memory_unleased"])
             clients = plural(gpu["clients_unleased"], "client")
-            yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease (mpsctl clients)"
+            end = "list them: mpsctl clients; end one: mpsctl end PID"
+            yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease ({end})"
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> Iterator[str]:

@@ -117,7 +117,7 @@ class EventName(StrEnum):
         "{daemon}: server {server} failed: {words}")
     SERVER_FAULTED = ("server_faulted", "warning", "daemon server left_out?",
         "The log of a server reports a fatal fault.", "{daemon}: the log of server {server} reports a fatal GPU fault")
-    LEASES_FAULTED = ("leases_faulted", "error", "daemon server leases clients because",
+    LEASES_FAULTED = ("leases_faulted", "error", "daemon server leases clients because hint",
         "A fatal fault has ended the work of all clients of a server.",
         "{daemon}: the fault affected {leases}: {because}")
     SERVER_RECOVERED = ("server_recovered", "info", "daemon server", "A server takes clients again after a fault.",

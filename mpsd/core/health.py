@@ -363,7 +363,8 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
         yield Reason(Kind.SERVER_STOPPED, name, because, hint)
     for server in daemon.servers:
         if server.faulted is not None:
-            hint = f"end the clients that remain on {name}; list them: mpsctl clients"
+            left = " ".join(str(each) for each in server.clients if each)
+            hint = f"end the clients that remain on {name}: mpsctl end {left or 'PID (mpsctl clients)'}"
             yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
         if server.fault_reported is not None:
             because = (
@@ -412,7 +413,10 @@ def _of_leases(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     if daemon.incomplete:
         because = f"{name} is held because its leases may be incomplete: {daemon.incomplete}"
-        hint = f"end its clients, listed by mpsctl clients; or, where none of them had a lease: mpsctl resume {name}"
+        hint = (
+            f"end those of its clients that have no lease: mpsctl end PID (mpsctl clients); or, where none of them had"
+            f" one: mpsctl resume {name}"
+        )
         yield Reason(Kind.LEASES_INCOMPLETE, name, because, hint)
     for unrestored in daemon.unrestored:
         hint = f"when nothing of that lease uses the GPU any more: mpsctl resume {name}"
@@ -421,16 +425,17 @@ def _of_leases(daemon: Daemon) -> Iterator[Reason]:
 
 def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
     """Yield, for each control daemon, which leases have clients that ended with an earlier one."""
-    by_daemon: dict[str, list[str]] = {}
+    by_daemon: dict[str, list[Lease]] = {}
     for lease in leases:
-        pids = ", ".join(str(each.pid) for each in lease.lost)
-        by_daemon.setdefault(lease.shares[0].daemon, []).append(f"{lease.id} (pid {pids})")
-    for name, words in by_daemon.items():
+        by_daemon.setdefault(lease.shares[0].daemon, []).append(lease)
+    for name, theirs in by_daemon.items():
+        words = [f"{each.id} (pid {', '.join(str(lost.pid) for lost in each.lost)})" for each in theirs]
+        pids = " ".join(str(lost.pid) for each in theirs for lost in each.lost)
         because = (
             f"{name}: clients of {first_of(words)} live on although their work ended with their server: all"
             " their calls of CUDA fail (errors 806, 805)"
         )
-        yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again")
+        yield Reason(Kind.CLIENTS_LOST, name, because, f"end these processes, and start them again: kill {pids}")
 
 
 def _quarantined(each: Quarantined) -> Reason:

@@ -242,7 +242,7 @@ class Allocations(PodLeases):
     def _answer(self, variables: Mapping[str, str], gpu: Gpu) -> deviceplugin.ContainerAllocateResponse:
         answer = _answer(variables, gpu, self._settings)
         if PIPE_DIRECTORY in variables and self._hook.program is not None:
-            answer.cdi_devices.add(name=hook.DEVICE)
+            answer.cdi_devices.add(name=hook.device(self._settings.domain))
         return answer
 
     def _allocation(self, gpu: str, numbers: Numbers) -> str:

@@ -46,7 +46,7 @@ class Hook(Part):
             is_variable = settings.gpu_devices is GpuDevices.ENVIRONMENT
             where = str(settings.socket), settings.cgroup_root, settings.claim_deadline
             with self._or_without():
-                content = hook.document(program, *where, by_environment=is_variable)
+                content = hook.document(program, *where, domain=settings.domain, by_environment=is_variable)
                 cdi_directory.put(settings.cdi_dir, hook.FILE, content)
 
     def keep_device(self) -> None:

@@ -97,6 +97,11 @@ class Mpsd:
         """Return a lease with its environment and token. Raises NotFoundError."""
         return self._patiently(lambda api: api.lease(lease))
 
+    def free(self) -> dict[str, Part]:
+        """Return the most of each GPU that mpsd can still grant, by UUID."""
+        gpus = self._patiently(lambda api: api.gpus(self._settings.uid)["gpus"])
+        return {uuid: _free(each) for each in gpus if (uuid := each["uuid"]) is not None}
+
     def attach(self) -> str:
         """Return mpsd's strictness: `enforcement.attach`."""
         return str(self._patiently(lambda api: api.config()["config"]["enforcement"]["attach"]))
@@ -187,6 +192,10 @@ def _is_granted(gpu: "answer_types.Gpu", leases: Iterable[LeaseAnswer]) -> bool:
     return is_told and (threads, memory) == (round(gpu["threads_granted"] * 10), gpu["memory_granted"])
 
 
+def _free(gpu: "answer_types.Gpu") -> Part:
+    return Part(round(gpu["threads_free"] * 10), gpu["memory_free"] // MIB)
+
+
 def _use(gpu: "answer_types.Gpu", leases: Iterable[LeaseAnswer]) -> Use:
     """Return what pods have of a GPU by these leases, and what is free."""
     tenths = mebibytes = 0
@@ -198,8 +207,7 @@ def _use(gpu: "answer_types.Gpu", leases: Iterable[LeaseAnswer]) -> Use:
             mebibytes += share["pinned_device_mem_limit"] // MIB
         for kind, each in (claims.devices_of(lease["labels"]) or {}).items():
             numbers[kind] = numbers.get(kind, frozenset()) | each
-    free = Part(round(gpu["threads_free"] * 10), gpu["memory_free"] // MIB)
-    return Use(free, gpu["clients_free"], Part(tenths, mebibytes), numbers)
+    return Use(_free(gpu), gpu["clients_free"], Part(tenths, mebibytes), numbers)
 
 
 def _claimed(lease: LeaseAnswer, held: Held) -> Claimed | None:

@@ -13,6 +13,7 @@ from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state
 from mpsd.core.kubernetes.claims import Held
 from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.devices import Part as Share
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 from mpsd.core.units import MIB
 from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
@@ -83,8 +84,8 @@ class NodeReport(Part):
 
     def _look(self, gpus: Collection[Gpu], pace: Pace) -> None:
         """Write labels and annotation, if they have changed, or are to be renewed."""
-        leases = self._mpsd.leases()
-        states = [_state(each, leases) for each in gpus]
+        leases, free = self._mpsd.leases(), self._mpsd.free()
+        states = [_state(each, leases, free.get(each.uuid, Share(0, 0))) for each in gpus]
         branches = {each.driver for each in gpus}
         settings, branch = self._settings, branches.pop() if len(branches) == 1 else None
         labels = node_state.labels(settings.domain, states, settings.resources, branch)
@@ -105,7 +106,7 @@ class NodeReport(Part):
         self._log.solved("node")
 
 
-def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuState:
+def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]], free: Share) -> GpuState:
     shares = [
         ShareState(
             (held and held.pod) or "",
@@ -116,4 +117,4 @@ def _state(gpu: Gpu, leases: Sequence[tuple[LeaseAnswer, Held | None]]) -> GpuSt
         for share in lease["shares"]
         if share["gpu"] == gpu.uuid
     ]
-    return GpuState(gpu, shares)
+    return GpuState(gpu, shares, free)

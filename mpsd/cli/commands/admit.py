@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.command import ForEval, environment, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
 from mpsd.cli.options import (
@@ -273,7 +273,7 @@ def admit(
     with released_unless_printed(api, request_id):
         lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
         with start.released_on_failure(api, lease):
-            print_lease(api, form, lease)
+            caller.print_lease(api, form, lease)
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:
@@ -373,7 +373,7 @@ def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
 @with_api
 def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
     """Renew leases: set their time to live, counted from now, and print them. Without LEASE: the one in MPSD_LEASE."""
-    find.for_each(api, leases, lambda lease: print_lease(api, form, api.renew(lease, ttl)))
+    find.for_each(api, leases, lambda lease: caller.print_lease(api, form, api.renew(lease, ttl)))
 
 
 @click.command()
@@ -387,7 +387,7 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     process has attached. Processes that start later need this command first, which waits for another turn of
     enforcement.attach_window seconds.
     """
-    print_lease(api, form, api.attach(find.find(api, lease)))
+    caller.print_lease(api, form, api.attach(find.find(api, lease)))
 
 
 @click.command(cls=ForEval)
@@ -480,7 +480,7 @@ def hand_over(
     if group and pid is None:
         raise click.UsageError("--group is for --pid: it names the control group of that process.")
     request = given(replace=not keep, group=group, pid=pid, cgroup=cgroup, unit=unit, **{"while": life})
-    print_lease(api, form, api.hold(find.find(api, lease), request))
+    caller.print_lease(api, form, api.hold(find.find(api, lease), request))
 
 
 class _WithoutLease(click.Command):

@@ -83,7 +83,8 @@ def _rows(nodes: Sequence[NodeRow]) -> Iterator[Row]:
         for gpu in node["gpus"]:
             place = node["name"], Figure(f"{gpu['index']}", gpu["index"]), gpu["model"]
             granted, total = gpu["memory_granted"], gpu["memory_total"]
-            threads = Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"])
+            of_all = f"{percent(gpu['threads_granted'])} of {percent(gpu['threads_total'])}"
+            threads = Figure(of_all, gpu["threads_granted"])
             memory = Figure(f"{size(granted)} of {size(total)}", granted), Figure(size(total), total)
             yield *place, threads, *memory, at, "-", _state(node, gpu)
             for each in gpu["pods"]:

@@ -411,7 +411,11 @@ def _take_for_plugin(
         )
     lease = _patiently(lambda: api.lease(found["id"]))
     others = {each["id"] for each in leases} - {lease["id"]}
-    kubernetes_hook.check(container.variables, lease["env"], lease["gpus"][0], others, by_environment=by_environment)
+    (gpu,), visible = lease["gpus"], set[str]()
+    if by_environment:
+        node = [each["uuid"] for each in _patiently(lambda: api.gpus()["gpus"])]
+        visible = kubernetes_hook.visible(gpu, node)
+    kubernetes_hook.check(container.variables, lease["env"], gpu, others, visible)
     _pipe_directory(container, "the resource of the device plugin")
     holders = {each.get("cgroup") for each in lease["holders"]}
     is_claim = any(each["kind"] == "claim" for each in lease["holders"])

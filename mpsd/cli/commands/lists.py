@@ -15,14 +15,13 @@ from mpsd.cli.command import (
     Listing,
     now,
     print_answer,
-    print_lease,
     print_listing,
     with_api,
     with_form,
     with_listing,
 )
 from mpsd.cli.history import usage as hours
-from mpsd.cli.leases import find
+from mpsd.cli.leases import caller, find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Listed
@@ -312,7 +311,7 @@ def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> Non
         if not in_one_document:
             if found:
                 click.echo()
-            print_lease(api, form, answer, share)
+            caller.print_lease(api, form, answer, share)
         found.append(answer)
 
     if not leases and form == "table":

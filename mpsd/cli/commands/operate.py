@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 _RUNNING: Final = "running"
+_ENDED: Final = "ended"
+
+_LEASE_END: Final = 5.0
+"""Seconds for the end of a lease after that of its last holder: mpsd looks for processes that carry its token."""
 
 
 _REASON: Final = click.option(
@@ -163,8 +167,12 @@ def _ended(api: Api, client: "answer_types.Client | None", operation: "answer_ty
     """Describe the end of a client, and what became of its lease."""
     if operation["state"] == _RUNNING or client is None or client["lease"] is None:
         return views.operation(operation)
-    lease = api.lease(client["lease"])
-    state = "has ended" if lease["state"] == "ended" else f"lives on; to end it, too: mpsctl release {lease['id']}"
+    until, until_next = time.monotonic() + _LEASE_END, pauses()
+    while (lease := api.lease(client["lease"]))["state"] != _ENDED and time.monotonic() < until:
+        if any("gone" not in each and each.get("pid") != client["pid"] for each in lease["holders"]):
+            break
+        time.sleep(next(until_next))
+    state = "has ended" if lease["state"] == _ENDED else f"lives on; to end it, too: mpsctl release {lease['id']}"
     return f"{views.operation(operation)}\n{plain(lease['id'])} {state}"
 
 

@@ -7,13 +7,13 @@ import click
 
 from mpsd.cli.command import SignalledError, note
 from mpsd.cli.kubectl import Kubectl
-from mpsd.cli.options import DURATION
+from mpsd.cli.options import DURATION, NODES
 from mpsd.cli.render import plural
 from mpsd.cli.tables import columns_of, look_of, table
 from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError, UnreachableError
 from mpsd.core.kubernetes import upgrade as plan
-from mpsd.core.kubernetes.upgrade import Pod, Rollout, State
+from mpsd.core.kubernetes.upgrade import MaxUnavailable, Pod, Rollout, State
 from mpsd.core.sanitize import plain
 from mpsd.core.units import first_of
 
@@ -32,6 +32,7 @@ _LONGEST_PAUSE: Final = 10.0
     "--max-unavailable",
     "most",
     metavar="N|PERCENT",
+    type=NODES,
     default="1",
     show_default=True,
     help="How many nodes may be without a ready mpsd at a time, as 3 or 5%.",
@@ -42,7 +43,13 @@ _LONGEST_PAUSE: Final = 10.0
 @click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, without doing it.")
 @click.pass_context
 def upgrade(
-    command: click.Context, context: str | None, daemonset: str | None, most: str, timeout: float, *, dry: bool
+    command: click.Context,
+    context: str | None,
+    daemonset: str | None,
+    most: MaxUnavailable,
+    timeout: float,
+    *,
+    dry: bool,
 ) -> None:
     """Replace mpsd's old pods, a few nodes at a time.
 
@@ -57,7 +64,7 @@ def upgrade(
     above = command.parent.params if command.parent else {}
     upgrade = _Upgrade(Kubectl(context or above.get("context")), daemonset, timeout)
     seen = upgrade.look()
-    bound = plan.limit(most, seen.owner.desired)
+    bound = most.of(seen.owner.desired)
     if not dry:
         with raised_signals():
             upgrade.run(seen, bound)

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import click
+
+from mpsd.cli.command import environment as environment_of
+from mpsd.cli.command import now, print_answer
+from mpsd.cli.render import as_env_file, as_exports
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -71,6 +77,23 @@ def unset(names: Iterable[str]) -> str:
     joined = " ".join(names)
     verb = "set -e" if _comm(reading_program() or calling_program()) == "fish" else "unset"
     return f"{verb} {joined}" if joined else ""
+
+
+def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
+    """Print a lease in any format; the formats for programs contain its token."""
+    if form == "env":
+        from mpsd.core.mps_facts import UNASKED
+
+        variables = environment_of(api, lease, share)
+        if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
+            click.echo(unset(inherited))
+        click.echo(as_exports(variables))
+    elif form == "env-file":
+        click.echo(as_env_file(environment_of(api, lease, share)))
+    else:
+        from mpsd.cli import views
+
+        print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
 def _original(pid: int) -> int:

@@ -189,17 +189,16 @@ def end_with_clients(api: Api, lease: str) -> bool:
 
 def _check_clients(api: Api, ended: "answer_types.Lease") -> None:
     """Raise NotFoundError for an ended lease whose clients still run: they are clients without a lease by now."""
-    left = {
-        each["pid"]: each["daemon"]
+    left = [
+        f"{each['pid']}"
         for each in api.clients()["clients"]
         if each["pid"] in ended["clients"] and each["lease"] is None and each["uid"] == ended["owner"]["uid"]
-    }
+    ]
     if not left:
         return
-    pids, daemons = " ".join(map(str, left)), dict.fromkeys(left.values())
     raise NotFoundError(
-        f"{ended['id']} had ended already ({ended['because']}); its clients {', '.join(map(str, left))} still run,"
-        " without a lease",
-        hint=f"end them: kill {pids}; or, as an administrator, with all other clients of the GPU: "
-        + ", ".join(f"mpsctl restart {each} --timeout 0" for each in daemons),
+        f"{ended['id']} had ended already ({ended['because']}); its clients {', '.join(left)} still run, without a"
+        " lease",
+        hint=f"as an administrator: mpsctl end {' '.join(left)}; kill ends them, too, but while they compute, it ends"
+        " the work of their neighbours with theirs",
     )

@@ -101,7 +101,7 @@ def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> 
         str(gpu["index"]),
         "refused" if gpu["health"] == "ok" and gpu["refused"] else gpu["health"],
         daemon["state"] if daemon is not None else _NONE,
-        f"{bar(gpu['threads_granted'] / 100, _ENCODING)} {percent(gpu['threads_granted'])}",
+        f"{bar(gpu['threads_granted'] / gpu['threads_total'], _ENCODING)} {percent(gpu['threads_granted'])}",
         f"{bar(part, _ENCODING)} {granted_memory(gpu)}",
         size(gpu["memory_held"]),
         taken_places(gpu),

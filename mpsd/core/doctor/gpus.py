@@ -230,7 +230,8 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         )
         if outside:
             because = f"pid {', '.join(map(str, outside))} uses it outside MPS, without limits"
-            remedy = f"ps -fp {','.join(map(str, outside))}; start it with mpsctl run, or end it"
+            pids = [*map(str, outside)]
+            remedy = f"ps -fp {','.join(pids)}; start it with mpsctl run; to end it: kill {' '.join(pids)}"
             evidence = {"pids": outside, "compute_mode": str(usage.compute_mode), "uuid": each.gpu.uuid}
             verdict = Verdict.WARN
             if usage.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:

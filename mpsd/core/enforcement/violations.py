@@ -247,8 +247,13 @@ def without(directory: str) -> str:
 def _of(
     client: Client, kind: ViolationKind, lease: Lease | None, because: str, hint: str, *, own: bool = True
 ) -> Violation:
-    lease_id = lease.id if lease is not None else None
+    lease_id, hint = lease.id if lease is not None else None, f"{hint}; {ended_by(client.identity.pid)}"
     return Violation(kind, client.identity, lease_id, client.daemon, because, hint, client.server, own=own)
+
+
+def ended_by(*pids: int) -> str:
+    """Say how clients are ended beside others: a signal to one in mid-kernel would end the others' work, too."""
+    return f"an administrator ends {'it' if len(pids) == 1 else 'them'}: mpsctl end {' '.join(map(str, pids))}"
 
 
 def of_client(
@@ -393,7 +398,7 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
     )
     lease = attached.lease.id if attached.lease is not None else None
     # Its contexts are lost already, so no server has to end them.
-    hint = f"end the process: kill {pid}"
+    hint = f"end the process: kill {pid}; {ended_by(pid)}"
     return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, hint, own=proven)
 
 
@@ -429,6 +434,7 @@ def of_memory(
             f" process {identity.pid} holds {by_it}, beside older ones"
         )
         hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
+        hint += f"; {ended_by(identity.pid)}" if identity in servers else ""
         yield Violation(ViolationKind.MEMORY, identity, lease.id, share.daemon, because, hint, servers.get(identity))
 
 

@@ -12,7 +12,6 @@ from typing import Final
 from mpsd.core.containers import cdi
 from mpsd.core.containers.cdi import PIPE_DIRECTORY, Program
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.kubernetes.settings import DOMAIN
 from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, Limit, invisible_entry, wider
 from mpsd.core.mps_facts import CLIENT_PRIORITY, DEFAULT_CONNECTIONS, MAX_CONNECTIONS, UNASKED, connections
 from mpsd.core.roles import RESERVED
@@ -29,16 +28,21 @@ VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 
 _LEASE: Final = "MPSD_LEASE"
 _CUDA_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_KIND: Final = f"{DOMAIN}/container"
 _NAME: Final = "lease"
-
-DEVICE: Final = f"{_KIND}={_NAME}"
-"""The device by which a runtime calls the hook; it is the same for all containers of a node."""
 
 FILE: Final = "mpsd-container.json"
 
 
-def document(program: Program, socket: str, root: Path, deadline: float, *, by_environment: bool) -> bytes:
+def device(domain: str) -> str:
+    """Return the device by which a runtime calls the hook; it is the same for all containers of a node."""
+    return f"{_kind(domain)}={_NAME}"
+
+
+def _kind(domain: str) -> str:
+    return f"{domain}/container"
+
+
+def document(program: Program, socket: str, root: Path, deadline: float, *, domain: str, by_environment: bool) -> bytes:
     """Return the file of the device.
 
     `root` is kubelet's cgroupRoot, `deadline` that of a claim in seconds. `by_environment` tells whether a variable
@@ -46,18 +50,24 @@ def document(program: Program, socket: str, root: Path, deadline: float, *, by_e
     """
     options = ["--pod", str(root), "--deadline", f"{deadline:g}", *(["--by-environment"] if by_environment else [])]
     edits = {"hooks": [cdi.hook(program, socket, *options)]}
-    return cdi.encode(cdi.of_devices(_KIND, {_NAME: edits}))
+    return cdi.encode(cdi.of_devices(_kind(domain), {_NAME: edits}))
+
+
+def visible(gpu: str, node: Collection[str | None]) -> set[str]:
+    """Return the names of a GPU in NVIDIA_VISIBLE_DEVICES; the node's only one is also number 0, and all of them."""
+    return {gpu, "0", "all"} if [*node] == [gpu] else {gpu}
 
 
 def check(
-    own: Mapping[str, str], lease: Mapping[str, str], gpu: str, others: Collection[str], *, by_environment: bool
+    own: Mapping[str, str], lease: Mapping[str, str], gpu: str, others: Collection[str], visible: Collection[str]
 ) -> None:
     """Refuse a container whose variables are not those of its lease: a smaller share alone is its own decision.
 
     `gpu` is the UUID of its GPU, and `others` are the other leases that live. A lease that replaces an earlier one has
-    another id than kubelet gave to the container. Raises NotPermittedError, in words for the author of the pod.
+    another id than kubelet gave to the container. `visible` are the names of its GPU in NVIDIA_VISIBLE_DEVICES; none
+    where that variable gives it no device files. Raises NotPermittedError, in words for the author of the pod.
     """
-    for name, because in _overridden(own, lease, gpu, others, by_environment=by_environment):
+    for name, because in _overridden(own, lease, gpu, others, visible):
         raise NotPermittedError(
             f"the container has another {name} than its share: {because}",
             hint=f"remove {name} from the env of the container in its pod's manifest; for a larger share, request more"
@@ -84,7 +94,7 @@ def check_connections(own: Mapping[str, str], lease: Mapping[str, str]) -> None:
 
 
 def _overridden(
-    own: Mapping[str, str], lease: Mapping[str, str], gpu: str, others: Collection[str], *, by_environment: bool
+    own: Mapping[str, str], lease: Mapping[str, str], gpu: str, others: Collection[str], visible: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each variable that a container must not have like this, and why."""
     # 1. What decides which control daemon it uses, which GPU, and as which lease: it has the lease's.
@@ -92,7 +102,7 @@ def _overridden(
     # 3. The limits: a lower one is its own decision.
     same = {name: lease.get(name, "") for name in (PIPE_DIRECTORY, _CUDA_DEVICES)}
     same |= {_LEASE: lease[_LEASE]} if own.get(_LEASE) in others else {}
-    same |= {VISIBLE_DEVICES: gpu} if by_environment else {}
+    same |= {VISIBLE_DEVICES: gpu} if visible and own.get(VISIBLE_DEVICES, "") not in visible else {}
     same |= {name: lease.get(name, value) for name, value in UNASKED.items() if name in own and name != CLIENT_PRIORITY}
     for name, value in same.items():
         if own.get(name, "") != value:

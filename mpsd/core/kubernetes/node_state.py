@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 from mpsd.core.units import MIB
 
 if TYPE_CHECKING:
-    from mpsd.core.kubernetes.devices import Gpu
+    from mpsd.core.kubernetes.devices import Gpu, Part
 
 PROGRAM: Final = "mpsd-kubernetes"
 """The name of the container that writes all this."""
@@ -43,6 +43,8 @@ class ShareState(NamedTuple):
 class GpuState(NamedTuple):
     gpu: "Gpu"
     shares: Sequence[ShareState]
+    free: "Part"
+    """The most that mpsd can still grant."""
 
     @property
     def granted(self) -> ShareState:
@@ -63,8 +65,8 @@ def labels(domain: str, gpus: Iterable[GpuState], offers: str, branch: int | Non
     """Return the labels of a node; None for a label that it must not have."""
     found = list(gpus)
     usable = [each for each in found if not each.gpu.because]
-    threads = max((min(each.gpu.tenths - each.granted.tenths, 1000) for each in usable), default=0)
-    memory = max((each.gpu.mebibytes - each.granted.mebibytes for each in usable), default=0)
+    threads = max((min(each.free.tenths, 1000) for each in usable), default=0)
+    memory = max((each.free.mebibytes for each in usable), default=0)
     models = sorted({each.gpu.model for each in found})
     wanted = {
         "gpus": f"{len(found)}",
@@ -72,8 +74,8 @@ def labels(domain: str, gpus: Iterable[GpuState], offers: str, branch: int | Non
         "model": _value(models[0]) if len(models) == 1 else None,
         "driver-branch": None if branch is None else f"{branch}",
         "offers": offers,
-        "free-threads": f"{max(threads, 0) // _QUARTER * 25}",
-        "free-memory-gib": f"{_power_of_two(max(memory, 0) // _GIB)}",
+        "free-threads": f"{threads // _QUARTER * 25}",
+        "free-memory-gib": f"{_power_of_two(memory // _GIB)}",
     }
     return {f"{domain}/{name}": value for name, value in wanted.items()}
 
@@ -86,7 +88,7 @@ def described(gpus: Iterable[GpuState]) -> list[dict[str, object]]:
             "index": each.gpu.position,
             "model": each.gpu.model,
             "because": each.gpu.because[:_LONGEST_REASON],
-            "threads": each.granted.tenths / 10,
+            "threads": [each.granted.tenths / 10, each.gpu.tenths / 10],
             "memory": [each.granted.mebibytes, each.gpu.mebibytes],
             "shares": [[share.pod, share.tenths / 10, share.mebibytes] for share in sorted(each.shares)],
         }
@@ -143,6 +145,7 @@ class GpuRow(TypedDict):
     because: str
     """Why no new work may start on it; empty where it may."""
     threads_granted: float
+    threads_total: float
     memory_granted: int
     memory_total: int
     pods: list[PodShare]
@@ -248,7 +251,7 @@ def _gpu(state: Mapping[str, object], names: Mapping[str, str]) -> GpuRow:
             "index": int(index),
             "model": str(model),
             "because": str(because),
-            "threads": int(threads) | float(threads),
+            "threads": [int(threads) | float(threads), int(all_threads) | float(all_threads)],
             "memory": [int(granted), int(total)],
             "shares": [*shares],
         }:
@@ -258,6 +261,7 @@ def _gpu(state: Mapping[str, object], names: Mapping[str, str]) -> GpuRow:
                 "model": model,
                 "because": because,
                 "threads_granted": threads,
+                "threads_total": all_threads,
                 "memory_granted": granted * MIB,
                 "memory_total": total * MIB,
                 "pods": [_share(each, names) for each in shares],

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import briefly
 
 SELECTOR: Final = "app.kubernetes.io/name=mpsd"
 """The label of mpsd's DaemonSets in the manifests and the chart."""
@@ -126,18 +127,26 @@ def ready_nodes(found: Iterable[object]) -> set[str]:
     }
 
 
-def limit(text: str, desired: int) -> int:
-    """Return how many nodes may be unavailable: a number, or a percentage, rounded up as Kubernetes does.
+class MaxUnavailable(NamedTuple):
+    """How many nodes may be unavailable: a number of nodes, or a percentage of them."""
 
-    Raises InvalidRequestError.
-    """
+    number: int
+    is_percentage: bool
+
+    def of(self, desired: int) -> int:
+        """Return the number of nodes; a percentage is rounded up as Kubernetes does."""
+        return (math.ceil(desired * self.number / 100) or 1) if self.is_percentage else self.number
+
+
+def max_unavailable(text: str) -> MaxUnavailable:
+    """Parse a number of nodes, or a percentage. Raises InvalidRequestError."""
     match = re.fullmatch(r"([1-9][0-9]?|100)%|([1-9][0-9]{0,5})", text, re.ASCII)
     if match is None:
         raise InvalidRequestError(
-            f"--max-unavailable {text}: it is neither a number of nodes from 1 nor a percentage up to 100 %",
+            f"{briefly(text)} is neither a number of nodes from 1 nor a percentage up to 100 %",
             hint="such as 1, or 5%",
         )
-    return int(match[2]) if match[2] else math.ceil(desired * int(match[1]) / 100) or 1
+    return MaxUnavailable(int(match[1] or match[2]), is_percentage=match[1] is not None)
 
 
 class Awaited(NamedTuple):

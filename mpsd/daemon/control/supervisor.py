@@ -89,6 +89,7 @@ class Supervisor:
         self._bounded = BoundedLog(self._log)
         paths, daemon = pipe_access.paths, settings.current.daemon
         self._reset_hint = f"read {paths.control_log}, fix the cause, then: mpsctl reset {name}"
+        self._at_once = f"mpsctl restart {name} --timeout 0"
         self._lifecycle = Lifecycle(self._log)
         self._death_tally = DeathTally(paths.death_tally, pipe_access.let_in, quarantine, self._log)
         self.questions = Questions()
@@ -501,7 +502,9 @@ class Supervisor:
                 shared_memory.clear()
             self._start()
         else:
-            self._lifecycle.explain(self.drainer.summary, f"end them at once: mpsctl restart {self.name} --timeout 0")
+            self._lifecycle.explain(
+                self.drainer.summary, f"end them at once, with their clients: mpsctl restart {self.name} --timeout 0"
+            )
             await self._sleep(_TICK)
 
     def _start(self) -> None:
@@ -643,7 +646,11 @@ class Supervisor:
         if not desired.waits:
             return False
         if quits := self.drainer.advance():
-            self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
+            self._move(
+                Event.STOP,
+                self.drainer.summary,
+                f"stop it at once, with its clients: mpsctl restart {self.name} --timeout 0",
+            )
         elif desired is not self.drainer.desired:
             self._apply_desired_state()
             self.changed.send()

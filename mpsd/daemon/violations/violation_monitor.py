@@ -205,6 +205,7 @@ class ViolationMonitor:
                 leases=sorted({each.lease.id for each in there if each.lease is not None}),
                 clients=clients,
                 because="a fatal fault of one client ends the work of all clients of its server",
+                hint=f"the server takes new clients once they have exited; {violations.ended_by(*clients)}",
             )
         for name, pid in self._faults.keys() - faults.keys():
             self._log.info(EventName.SERVER_RECOVERED, daemon=name, server=pid)

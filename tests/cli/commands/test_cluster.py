@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpsd.core.kubernetes import node_state
-from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.devices import Gpu, Part
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
 
 KUBECTL = f"""#!{sys.executable}
@@ -33,9 +33,11 @@ print(answer.read_text())
 
 GPU = Gpu("GPU-0", 81408, "/run/mpsd/mps/gpu0", 555, model="NVIDIA H200")
 
+NOTHING = Part(0, 0)
+
 GPUS = [
-    GpuState(GPU._replace(uuid="GPU-1", position=1, because="control daemon gpu1 is held: maintenance"), []),
-    GpuState(GPU, [ShareState("uid-1", 250, 8192), ShareState("", 100, 1024)]),
+    GpuState(GPU._replace(uuid="GPU-1", position=1, because="control daemon gpu1 is held: maintenance"), [], NOTHING),
+    GpuState(GPU._replace(tenths=2000), [ShareState("uid-1", 250, 8192), ShareState("", 100, 1024)], NOTHING),
 ]
 
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -93,7 +95,7 @@ def test_table(kubectl: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.split("  +", each) for each in done.stdout.splitlines()] == [
         ["NODE", "GPU", "MODEL", "THREADS", "MEMORY", "AGE", "POD", "STATE"],
-        ["a", "0", "NVIDIA H200", "35% of 100%", "9GiB of 79.5GiB", "2h", "-", "ok"],
+        ["a", "0", "NVIDIA H200", "35% of 200%", "9GiB of 79.5GiB", "2h", "-", "ok"],
         ["a", "0", "NVIDIA H200", "10%", "1GiB", "2h", "(not of a pod)", "-"],
         ["a", "0", "NVIDIA H200", "25%", "8GiB", "2h", "team/train", "-"],
         ["a", "1", "NVIDIA H200", "0% of 100%", "0B of 79.5GiB", "2h", "-", "control daemon gpu1 is held: maintenance"],
@@ -117,7 +119,7 @@ def test_json(kubectl: Path) -> None:
     """JSON has the same for programs, from the named context."""
     done = call("-o", "json", "--context", "here", path=kubectl)
     first, second = json.loads(done.stdout)["nodes"]
-    assert [each["threads_granted"] for each in first["gpus"]] == [35.0, 0.0]
+    assert [(each["threads_granted"], each["threads_total"]) for each in first["gpus"]] == [(35.0, 200.0), (0.0, 100.0)]
     assert first["gpus"][0]["pods"][1] == {"pod": "team/train", "threads": 25.0, "memory": 8 * 2**30}
     assert second["because"]
     assert all("--context=here" in json.loads(line) for line in (kubectl / "called").read_text().splitlines())

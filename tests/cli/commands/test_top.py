@@ -171,7 +171,15 @@ def test_narrow(node: Node) -> None:
 def test_hostile_text(short_tmp: Path) -> None:
     """Names that others chose are shown as text: neither control sequences nor Textual's markup have an effect."""
     hostile = "\x1b[2J[bold]x[/bold]\x07"
-    gpu = {"uuid": "GPU-0", "index": 0, "health": "ok", "memory_total": 2**34, "threads_granted": 0.0, "clients": 0}
+    gpu = {
+        "uuid": "GPU-0",
+        "index": 0,
+        "health": "ok",
+        "memory_total": 2**34,
+        "threads_total": 100.0,
+        "threads_granted": 0.0,
+        "clients": 0,
+    }
     gpu |= {"memory_granted": 0, "memory_held": None, "clients_unleased": 1, "clients_max": 48, "refused": None}
     daemon = {"gpu": "GPU-0", "name": "gpu0", "state": "ready"}
     client = {"pid": 7, "uid": 0, "daemon": "gpu0", "lease": None, "memory_held": None}

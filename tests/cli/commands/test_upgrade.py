@@ -197,6 +197,15 @@ def test_api_server_is_away(kubectl: Path) -> None:
     assert revisions(kubectl) == {"a": NEW, "b": NEW}
 
 
+@pytest.mark.parametrize("most", ["0", "200%"])
+def test_wrong_bound(kubectl: Path, most: str) -> None:
+    """A bound that cannot be is refused before kubectl is asked for anything."""
+    status, said, error = upgraded(kubectl, cluster(away=1), "--max-unavailable", most)
+    assert (status, said) == (2, "")
+    assert "is neither a number of nodes from 1 nor a percentage" in error
+    assert "kubectl" not in error
+
+
 def test_changed_meanwhile(kubectl: Path) -> None:
     """A change of the DaemonSet during its upgrade ends it: nobody has asked for that revision."""
     state = cluster(pod("a"), pod("b"), then={"revisions": [[UID, 2, NEW], [UID, 3, "newer"]]})
@@ -218,8 +227,6 @@ def test_changed_meanwhile(kubectl: Path) -> None:
      "has not noticed the last change"),
     (cluster(pod("a"), forbidden=True), (), 69, "kubectl could not delete all of these pods"),
     (cluster(away=1), (), 69, "kubectl could not list the daemonsets"),
-    (cluster(pod("a")), ("--max-unavailable", "0"), 2, "neither a number of nodes from 1 nor a percentage"),
-    (cluster(pod("a")), ("--max-unavailable", "101%"), 2, "neither a number of nodes from 1 nor a percentage"),
 ])  # fmt: skip
 def test_refused(kubectl: Path, state: dict[str, Any], options: tuple[str, ...], status: int, words: str) -> None:
     """What cannot be upgraded is refused before anything is deleted, with what to do."""

@@ -89,7 +89,7 @@ class TestContent:
         found = {each["id"]: each for each in node.leases()}
         assert [each["heading"] for each in shown] == [f"GPU {gpu['index']} {gpu['name']}" for gpu in answer]
         for gpu, card in zip(answer, shown, strict=True):
-            assert card["figures"][0] == f"{percent(gpu['threads_granted'])} of 100% granted"
+            assert card["figures"][0] == f"{percent(gpu['threads_granted'])} of {percent(gpu['threads_total'])} granted"
             assert card["figures"][1].startswith(
                 f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'])} granted"
             )

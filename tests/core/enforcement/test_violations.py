@@ -302,7 +302,7 @@ def test_variable_trap() -> None:
         (found,) = of_client(attached, denied=True, memory=True)
         assert (found.kind, found.own) == (ViolationKind.LIMITS, False)
         assert f"has the entry '{entry}'" in found.because
-        assert found.hint.endswith("start the program again under a lease: mpsctl run")
+        assert "start the program again under a lease: mpsctl run; " in found.hint
         assert kinds(attached, memory=False) == []
         other = AttributedClient(client(OTHER, environment={variable: text}), lease(processes=2), counted=True)
         (found,) = of_client(other, denied=True, memory=True)
@@ -502,8 +502,9 @@ def test_verify() -> None:
     assert trap.because.startswith("no memory limit: ")
     assert trap.unknown == ()
     again = f'eval "$(mpsctl show {granted.id} -o env)"'
-    assert (
-        trap.hint == "leave that variable as the lease sets it, and start the program again under a lease: mpsctl run"
+    assert trap.hint == (
+        "leave that variable as the lease sets it, and start the program again under a lease: mpsctl run;"
+        f" an administrator ends it: mpsctl end {HOLDER.pid}"
     )
 
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}

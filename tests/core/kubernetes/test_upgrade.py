@@ -18,15 +18,15 @@ def of(uid: str = "uid", **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("text", "nodes"), [("1", 1), ("7", 7), ("1%", 10), ("5%", 50), ("100%", 999)])
 def test_limit(text: str, nodes: int) -> None:
     """A percentage is rounded up."""
-    assert upgrade.limit(text, 999) == nodes
-    assert upgrade.limit("1%", 0) == 1
+    assert upgrade.max_unavailable(text).of(999) == nodes
+    assert upgrade.max_unavailable("1%").of(0) == 1
 
 
 @pytest.mark.parametrize("text", ["", "0", "0%", "101%", "-1", "5 %", "1.5", "x", "\u0665"])
 def test_no_limit(text: str) -> None:
     """Anything else is refused."""
     with pytest.raises(InvalidRequestError, match="neither a number of nodes from 1 nor a percentage"):
-        upgrade.limit(text, 10)
+        upgrade.max_unavailable(text)
 
 
 def test_revision_after_a_return() -> None:

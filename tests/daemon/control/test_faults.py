@@ -41,10 +41,14 @@ def test_fatal_fault(node: Node) -> None:
         wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
         refused = node.request("POST", "/v1/leases", SMALL)
         assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
-        one.kill()
-        # One of the affected clients still runs.
+        # The hint is the command that ends the affected clients; until the last has exited, nothing is granted.
+        (hint,) = (each["hint"] for each in node.get("/v1/status").json["reasons"] if each["kind"] == "server_fault")
+        *end, first, second = hint.partition("mpsctl ")[2].split()
+        assert {int(first), int(second)} == clients
+        assert f"mpsctl {' '.join(end)} " in told["hint"]
+        assert node.mpsctl(*end, first).returncode == 0
         assert node.request("POST", "/v1/leases", SMALL).status == 409
-        other.kill()
+        assert node.mpsctl(*end, second).returncode == 0
         event(node, "server_recovered")
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
     assert node.request("POST", "/v1/leases", SMALL).status == 201

@@ -231,7 +231,11 @@ class TestNode:
             what="labels to follow",
         )
         first, second = json.loads(self.metadata(cluster)["annotations"]["mpsd.internal/state"])["gpus"]
-        assert (first["threads"], first["memory"], first["shares"]) == (25.0, [8192, 81408], [[pod.uid, 25.0, 8192]])
+        assert (first["threads"], first["memory"], first["shares"]) == (
+            [25.0, 100.0],
+            [8192, 81408],
+            [[pod.uid, 25.0, 8192]],
+        )
         assert "held" in second["because"]
 
     def test_of_a_fork(self, make_cluster: MakeCluster) -> None:

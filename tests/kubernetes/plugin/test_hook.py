@@ -88,7 +88,8 @@ REFUSED = [
     ("CUDA_VISIBLE_DEVICES", "1"),
     ("CUDA_MPS_PROTOCOL_VERSION", "3"),
     ("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
-    ("NVIDIA_VISIBLE_DEVICES", "all"),
+    ("NVIDIA_VISIBLE_DEVICES", "void"),
+    ("NVIDIA_VISIBLE_DEVICES", "0,1"),
     ("MPSD_ALLOCATION", "0123456789abcdef"),
     ("MPSD_ALLOCATION", "x" * 100_000),
     ("MPSD_LEASE", "of-another"),
@@ -108,6 +109,27 @@ def test_its_own_env(make_cluster: MakeCluster) -> None:
         assert "%" not in str(refused.value)
         assert len(str(refused.value)) < 1000
     pod.start("main")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "files", "may"), [(1, "environment", True), (2, "environment", False), (2, "cdi-field", True)]
+)
+def test_visible_devices(make_cluster: MakeCluster, gpus: int, files: str, *, may: bool) -> None:
+    """Its own names of GPUs are harmless where the node has one, or where CDI alone gives device files."""
+    cluster = make_cluster(simulate=gpus, settings={**HOOK, "GPU_DEVICES": files})
+    pod = cluster.create({"main": {SLICE: 30}})
+    for value in ("0", "all"):
+        with contextlib.nullcontext() if may else pytest.raises(RefusedError, match="another NVIDIA_VISIBLE_DEVICES"):
+            pod.start("main", env={"NVIDIA_VISIBLE_DEVICES": value}).end()
+
+
+def test_of_a_fork(make_cluster: MakeCluster) -> None:
+    """The device by which the hook is called is under the domain of a fork."""
+    cluster = make_cluster(settings={**HOOK, "DOMAIN": "gpu.example.org"})
+    pod = cluster.create({"main": {SLICE: 30}})
+    container = pod.start("main", uid=1001)
+    assert container.cdi_devices == ["gpu.example.org/container=lease"]
+    assert owners(cluster) == {1001: 30}
 
 
 def test_the_claim_of_another_pod(make_cluster: MakeCluster) -> None:

@@ -1,6 +1,7 @@
 """Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
 import json
+import os
 import signal
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -51,6 +52,15 @@ def test_a_pod_that_was_given_no_lease(cluster: StandIn, api_server: ApiServer) 
 
     wait_until(lambda: shares(api_server), what="the share to be reported")
     assert shares(api_server) == [["", 0.1, 1]]
+
+
+def test_free(cluster: StandIn, api_server: ApiServer) -> None:
+    """The label of free threads is what mpsd can still grant: nothing where another user keeps all from a GPU."""
+    wait_until(lambda: metadata_of(api_server).get("mpsd.internal/free-threads") == "100", what="labels")
+    asked = {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "owner": {"uid": 1001, "gid": 1001}}
+    assert cluster.node.request("POST", "/v1/leases", asked).status == 201
+    wait_until(lambda: metadata_of(api_server)["mpsd.internal/free-threads"] == "0", what="the label to follow")
+    assert metadata_of(api_server)["mpsd.internal/free-memory-gib"] == "0"
 
 
 @pytest.fixture

@@ -94,8 +94,8 @@ function update(card, gpu, daemon, node, principal, done) {
   say(parts.trouble, troubles.join("; "));
 
   const total = gpu.memory_total ?? 0;
-  const all = Math.max(100, gpu.threads_granted + gpu.threads_unleased);
-  const granted = `${percent(gpu.threads_granted)} of 100%`;
+  const all = Math.max(gpu.threads_total, gpu.threads_granted + gpu.threads_unleased);
+  const granted = `${percent(gpu.threads_granted)} of ${percent(gpu.threads_total)}`;
   const memory = `${size(gpu.memory_granted)} of ${gpu.memory_total === null ? "unknown" : size(total)}`;
   showBar(parts.threads, slices, (each) => (100 * each.threads) / all, `Threads granted: ${granted}`);
   showBar(parts.memory, slices, (each) => (total ? (100 * each.memory) / total : 0), `Memory granted: ${memory}`,

@@ -104,8 +104,7 @@ def with_listing(columns: Columns) -> Adds:
         return [each.key for each in columns(context) if each.heading]
 
     def offer(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-        minus = "-" if incomplete.startswith("-") else ""
-        return [f"{minus}{each}" for each in keys(context) if f"{minus}{each}".startswith(incomplete)]
+        return [each for each in keys(context) if each.startswith(incomplete)]  # click takes `-` for an option
 
     options = together(
         _with_form(

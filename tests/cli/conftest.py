@@ -52,8 +52,8 @@ def start_mpsctl(
 
 AS_USER: Final = """
 import email.parser, encodings.idna, http.server, os  # modules that the other user may not read
-import decimal, difflib, locale, mpsd.cli.main, mpsd.cli.web.serve
-from mpsd.cli.commands import admit, events, operate, status
+import csv, decimal, difflib, locale, mpsd.cli.main, mpsd.cli.web.serve
+from mpsd.cli.commands import admit, events, lists, operate, status
 uid = int(os.environ["MPSD_TEST_UID"])
 os.setgroups([])
 os.setresgid(uid, uid, uid)

@@ -55,6 +55,15 @@ def test_names(in_path: dict[str, str], lease: str) -> None:
     assert offered("mpsctl admit --gpu ", in_path) == ["0", "1"]
 
 
+def test_columns(in_path: dict[str, str]) -> None:
+    """The columns of a list are completed, and those of another list are not."""
+    alone = {**in_path, "MPSD_SOCKET": "/nonexistent"}
+    assert offered("mpsctl clients --sort h", alone) == ["held"]
+    assert offered("mpsctl leases --sort p", alone) == ["pid", "priority"]
+    assert offered("mpsctl usage --by label:team --sort t", alone) == ["team"]
+    assert offered("mpsctl gpus -o ", alone) == ["table", "wide", "name", "csv", "json"]
+
+
 def test_behind_dashes(in_path: dict[str, str], lease: str) -> None:
     """Arguments behind `--` are completed as before it; the first word of a command is a program in PATH."""
     assert offered("mpsctl drain -- gp", in_path) == ["gpu0", "gpu1"]

@@ -121,12 +121,12 @@ def daemons(api: Api, listing: Listing) -> None:
     print_listing(listing, api.daemons, lambda safe: views.daemons(safe, now()))
 
 
-_VERDICTS: Final = ("ok", "unknown", "violation")
-_STATES: Final = ("waiting", "granted", "active", "ended")
+VERDICTS: Final = ("ok", "unknown", "violation")
+STATES: Final = ("waiting", "granted", "active", "ended")
 
 
 @click.command()
-@with_lease_filters("clients", _VERDICTS)
+@with_lease_filters("clients", VERDICTS)
 @with_listing(lambda _: views.CLIENTS)
 @with_api
 def clients(  # noqa: PLR0917 - an option each
@@ -165,7 +165,7 @@ def clients(  # noqa: PLR0917 - an option each
 
 
 @click.command()
-@with_lease_filters("leases", _STATES)
+@with_lease_filters("leases", STATES)
 @click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
 @with_listing(lambda _: views.LEASES)
 @with_api

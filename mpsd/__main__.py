@@ -199,13 +199,18 @@ def _plan(
 
 @cli.command()
 @_CONFIG
-def check(config: Path | None) -> None:
+@click.option(
+    "--explain", "explains", is_flag=True, help="Print what the configuration means for users, and not the settings."
+)
+def check(config: Path | None, *, explains: bool) -> None:
     """Validate the configuration, print the effective settings as TOML, and exit with 0 or 78.
 
     Comments at the end show where NVIDIA's driver was found.
     """
     from mpsd.core.configuration.document import document
+    from mpsd.core.configuration.explanation import explain
     from mpsd.core.roles import UNKNOWN_NAMES_HINT, unknown_names
+    from mpsd.system.doctor import profiles
     from mpsd.system.files import rundir
     from mpsd.system.gpus import driver
     from mpsd.system.host import event_loop
@@ -227,6 +232,11 @@ def check(config: Path | None) -> None:
         facts = found.facts()
         program = ControlProgram((str(found.control),), found.directories)
         event_loop.run(control_flags.check(program, settings))
+    if explains:
+        machine = event_loop.run(profiles.look(settings))
+        for topic, said in explain(settings, serves_many=machine.serves_many).items():
+            click.echo(f"{topic + ':':<13}{plain(said)}")
+        return
     click.echo(document(settings), nl=False)
     for part, where in facts.items():
         if where:

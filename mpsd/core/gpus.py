@@ -1,7 +1,7 @@
 """Facts about a GPU: whether it can run MPS, its name in requests, its driver's branch, and its Xids. Pure."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,6 +43,15 @@ def unsupported(gpu: Gpu) -> tuple[str, str] | None:
             f"turn MIG off (nvidia-smi -i {gpu.index} -mig 0), or leave this GPU to MIG",
         )
     return None
+
+
+def serve_many_users(gpus: Iterable[Gpu]) -> bool:
+    """Tell whether MPS can serve several users at a time on each of these GPUs that mpsd can share.
+
+    Before Volta, a control daemon takes the flag, and clients get NOT_PERMITTED. Source: NVIDIA, "Multi-Process
+    Service", section "Architecture".
+    """
+    return all(each.compute_capability >= mps_facts.VOLTA for each in gpus if unsupported(each) is None)
 
 
 _PART_OF_HOST: Final = 8

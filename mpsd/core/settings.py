@@ -199,11 +199,11 @@ class ControlDaemon:
         restart=True,
     )
     users: Users = choice_row(
-        Users.ONE,
-        "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server, which the"
-        " control programs of drivers 555 and 580 know; mpsd refuses `many` where it does not), or several where the"
-        " control program knows that (`auto`). Takes effect when the control daemon next starts, after its leases and"
-        " clients have ended.",
+        Users.AUTO,
+        "Whether a control daemon serves one uid at a time (`one`), several (`many`), or several where it can"
+        " (`auto`): the control programs of drivers 555 and newer can (-multiuser-server), if mpsd runs as root. mpsd"
+        " refuses `many` where the control program cannot. Takes effect when the control daemon next starts, after its"
+        " leases and clients have ended.",
     )
     capabilities: tuple[str, ...] = row(
         (),

@@ -123,7 +123,7 @@ async def serve(plan: Plan) -> None:
         inventory = await source.inventory()
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
         rundir.check(settings, names, private=plan.private)
-        settings = await control_flags.check(plan.program, settings)
+        settings = await control_flags.check(plan.program, settings, can=control_flags.many_users_can(inventory.gpus))
         plan = replace(plan, settings=settings)
         run_dir = RunDir.claim(settings)
         with contextlib.ExitStack() as stack:
@@ -346,7 +346,8 @@ async def _reload(
         try:
             wanted = await look_up_names(plan.reread(), node.settings.current.names, plan.reader)
             rundir.check_acl_support(wanted)
-            wanted = await control_flags.check(plan.program, wanted)
+            can = control_flags.many_users_can(node.gpus.by_index.values())
+            wanted = await control_flags.check(plan.program, wanted, can=can)
         except ConfigurationError as error:
             log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
             notifier.reloaded(refused=error.detail)

@@ -62,7 +62,7 @@ pass.
 MANY: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "many"')
 """The same where users share a control daemon."""
 
-ONE: Final = f"{CONFIG}[quota.'*']\ngpu_count = 1\n"
+ONE: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "one"') + "[quota.'*']\ngpu_count = 1\n"
 """The same where a user has a control daemon alone, and so may keep one GPU."""
 
 ROOT_KILLS: Final = 2

@@ -124,11 +124,7 @@ def metrics_lists() -> str:
             name = f"{each.name}_bucket" if each.kind is Kind.HISTOGRAM else each.series
             own = {Kind.STATESET: (each.name,), Kind.HISTOGRAM: ("le",)}.get(each.kind, ())
             labels = ",".join((*each.labels, *own))
-            lines.append(
-                f"- `{name}{{{labels}}}` ({each.kind}): {each.help}"
-                if labels
-                else f"- `{name}` ({each.kind}): {each.help}"
-            )
+            lines.append(f"- `{name}{{{labels}}}`: {each.help}" if labels else f"- `{name}`: {each.help}")
         about = f"\n\n{_ABOUT_USERS}" if all(each.about_users for each in families) else ""
         listed = "\n".join(lines)
         lists.append(f"### {section}{about}\n\n{listed}")

@@ -64,16 +64,19 @@ def server_for(node: Node, uid: int) -> int:
     return int(pid)
 
 
+ONE: Final = '[daemon]\nusers = "one"\n'
+
+
 @pytest.mark.parametrize("real", branches(470, 555))
 class TestCapabilities:
-    """Capabilities of each of NVIDIA's control daemons, started by mpsd."""
+    """Capabilities of each of NVIDIA's control daemons that serve one user at a time, started by mpsd."""
 
     def test_control_daemon(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
         """The daemon and its servers never have more than the listed capabilities.
 
         mpsd keeps its own, and everything works.
         """
-        config = "[daemon]\nanswer_deadline = 0.3\n"  # a tenth of the patience with a silent server
+        config = f"{ONE}answer_deadline = 0.3\n"  # a tenth of the patience with a silent server
         node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin"), config=config).start()
         before = sets(node.pid)
         listed = sum(1 << each for each in DAEMON)
@@ -90,7 +93,7 @@ class TestCapabilities:
 
     def test_setting(self, make_node: Start, real: RealDaemon) -> None:
         """An operator can give them more of mpsd's capabilities."""
-        config = '[daemon]\ncapabilities = ["CAP_SYS_PTRACE", "SYS_NICE"]\n'
+        config = f'{ONE}capabilities = ["CAP_SYS_PTRACE", "SYS_NICE"]\n'
         node = make_node(simulate=1, control=real.control, config=config).start()
         more = DAEMON | {Capability.SYS_PTRACE, Capability.SYS_NICE}
         assert sets(node.daemons()["gpu0"]["pid"])["CapBnd"] == sum(1 << each for each in more)
@@ -218,7 +221,7 @@ class TestEveryDriver:
 
     def test_one_after_the_other(self, make_node: Start, real: RealDaemon) -> None:
         """With one user at a time, the next user has a new control daemon, without the last user's crash."""
-        node = make_node(simulate=1, control=real.control).start()
+        node = make_node(simulate=1, control=real.control, config=ONE).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             for caller in (bob, ann):
                 assert caller.request("DELETE", f"/v1/leases/{granted(caller)}").status == 204

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.thorough
 
 ANN: Final = 61201
 
-QUIET: Final = '[daemon]\nprobe_interval = 600\n[enforcement]\nunadmitted = "deny"\n'
-"""During the test mpsd does not probe a daemon without a reason."""
+QUIET: Final = '[daemon]\nusers = "one"\nprobe_interval = 600\n[enforcement]\nunadmitted = "deny"\n'
+"""During the test mpsd does not probe a daemon without a reason, and the server of a user can write to the log."""
 
 STAMP: Final = b"[2026-11-22 01:02:03.004 Control     1] "
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.thorough
 
 ANN, BOB = 61401, 61402
 
+ONE: Final = '[daemon]\nusers = "one"\n'
+
 STAYS: Final = """
 import os, socket, sys
 uid = int(sys.argv[1])
@@ -67,7 +69,7 @@ class TestEveryDriver:
 
     def test_next_user(self, make_node: Start, real: RealDaemon) -> None:
         """The next user gets a new control daemon, also among many concurrent requests; the same user keeps it."""
-        node = make_node(simulate=1, control=real.control).start()
+        node = make_node(simulate=1, control=real.control, config=ONE).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             first = pid(node)
             end(ann, granted(ann))
@@ -90,7 +92,7 @@ class TestEveryDriver:
 
     def test_what_the_last_one_keeps_open(self, make_node: Start, real: RealDaemon) -> None:
         """A user that fills the log's FIFO after its lease has ended has no reader, and the next user has the GPU."""
-        node = make_node(simulate=1, control=real.control).start()
+        node = make_node(simulate=1, control=real.control, config=ONE).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease = granted(ann)
             command = [sys.executable, "-I", "-c", STAYS, str(ANN), str(node.pipe_directory("gpu0"))]
@@ -109,7 +111,7 @@ class TestEveryDriver:
 
     def test_whose_servers_end(self, make_node: Start, real: RealDaemon) -> None:
         """A user whose servers end until none can be expected to start has the GPU closed to itself alone."""
-        node = make_node(simulate=1, control=real.control).start()
+        node = make_node(simulate=1, control=real.control, config=ONE).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, small = granted(ann), {"threads": 10, "memory": "1GiB"}
 
@@ -130,7 +132,7 @@ class TestEveryDriver:
     @pytest.mark.thorough
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
         """If a user keeps the only connection after its lease has ended, the daemon is replaced for that reason."""
-        node = make_node(simulate=1, control=real.control, config=BRISK, durations=SWIFT).start()
+        node = make_node(simulate=1, control=real.control, config=f'{BRISK}users = "one"\n', durations=SWIFT).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, first = granted(ann), pid(node)
             command = [sys.executable, "-I", "-c", SITS, str(ANN), str(node.pipe_directory("gpu0"))]

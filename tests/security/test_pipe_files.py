@@ -92,7 +92,7 @@ class TestEveryDriver:
 
     def test_one_user(self, make_node: Start, real: RealDaemon) -> None:
         """A holder, whose server writes the log, can write to the FIFO; it can read nothing there, and has no lock."""
-        node = make_node(simulate=1, control=real.control).start()
+        node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "one"\n').start()
         directory = node.pipe_directory("gpu0")
         with calling(node.socket, uid=ANN) as ann:
             granted(ann)

@@ -1,7 +1,7 @@
 """The commands about systemd services: mpsd's own, where no package installed it, and services with a lease.
 
-`install`, `uninstall` and `status` inspect the machine itself, and work without mpsd. `wrap` gives a unit a lease, by a
-drop-in that calls the hidden commands at the unit's start and stop.
+`install`, `configure`, `uninstall` and `status` inspect the machine itself, and work without mpsd. `wrap` gives a unit
+a lease, by a drop-in that calls the hidden commands at the unit's start and stop.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from mpsd.cli.options import given
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
 from mpsd.client import Api
+from mpsd.core.configuration.profiles import Profile
 from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
 from mpsd.core.sanitize import plain
@@ -39,13 +40,34 @@ def service() -> None:
     """Manage the system service of mpsd, and give services of systemd a lease of their own.
 
     `install`, `uninstall` and `status` are for an mpsd that was installed with pip, pipx or uv; the Debian package does
-    not need them.
+    not need them. `configure` is for any.
     """
 
 
+_PROFILE: Final = click.Choice([each.value for each in Profile])
+_GROUP: Final = click.option(
+    "--group", metavar="GROUP", help="Group whose members may take out leases.  [default: all users]"
+)
+
+
+def _configuration(profile: str, group: str | None) -> str:
+    """Return a profile for this machine, after saying what keeps the machine from it."""
+    from mpsd.core.configuration.profiles import remarks, text_of
+    from mpsd.system.doctor import profiles
+    from mpsd.system.host import event_loop
+    from mpsd.system.host.configuration import read_configuration
+
+    machine = event_loop.run(profiles.look(read_configuration(None), group))
+    for each in remarks(Profile(profile), machine):
+        note(each)
+    return text_of(Profile(profile), machine, group or "")
+
+
 @service.command()
+@click.option("--profile", type=_PROFILE, help="Write a configuration for this machine too, as `configure` does.")
+@_GROUP
 @_DRY_RUN
-def install(*, dry: bool) -> None:
+def install(*, profile: str | None, group: str | None, dry: bool) -> None:
     """Install units, manual pages and completions into /usr/local, and a configuration if there is none.
 
     Run it again after an upgrade to update changed files, then: systemctl try-restart mpsd. Files that were changed by
@@ -53,10 +75,41 @@ def install(*, dry: bool) -> None:
     """
     from mpsd.system.host.installation import Installation
 
+    if group is not None and profile is None:
+        raise click.UsageError("--group is for a configuration: name its --profile.")
     with of_files():
-        Installation(_say, dry).install()
+        Installation(_say, dry).install(None if profile is None else _configuration(profile, group))
     if not dry:
         _say("to start mpsd now and at every boot: systemctl enable --now mpsd.socket mpsd.service")
+
+
+@service.command()
+@click.argument("profile", type=_PROFILE)
+@_GROUP
+@click.option("--dry-run", "dry", is_flag=True, help="Print the configuration, without writing it.")
+def configure(*, profile: str, group: str | None, dry: bool) -> None:
+    """Write a configuration for this machine: its driver, its GPUs, and its group of administrators.
+
+    \b
+        mpsctl service configure shared-server
+
+    \b
+    PROFILE is one of:
+        shared-server  users share each GPU, at the same time from driver 555 on
+        one-user       each GPU serves one user at a time, with any driver
+        workstation    one person's machine; other programs use the GPU too
+
+    The file is /etc/mpsd/mpsd.toml, with the reason for each setting. Beside one that is there it is mpsd.toml.new, and
+    the output has the command that puts it in force. `mpsd check --explain` says what it means for users.
+    """  # noqa: D301 - click knows by that character what not to wrap
+    from mpsd.system.host.installation import Installation
+
+    text = _configuration(profile, group)
+    if dry:
+        click.echo(text, nl=False)
+        return
+    with of_files():
+        Installation(_say).configure(text)
 
 
 @service.command()

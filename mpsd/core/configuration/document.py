@@ -110,13 +110,13 @@ def render(each: SettingRow, value: object) -> str:
     if isinstance(shown, bool):
         return str(shown).lower()
     if isinstance(shown, list):
-        return "[" + ", ".join(map(_quoted, shown)) + "]"
+        return "[" + ", ".join(map(quoted, shown)) + "]"
     if isinstance(shown, str):
-        return _quoted(shown)
+        return quoted(shown)
     return "absent" if shown is None else str(shown)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return text in TOML's notation, which is that of JSON except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -133,7 +133,7 @@ def document(settings: Settings) -> str:
         setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
         lines.append(f"{setting}  # {each.help}{unit}")
     for name, quota in settings.quota.items():
-        lines += ["", f"[quota.{_quoted(name)}]"]
+        lines += ["", f"[quota.{quoted(name)}]"]
         for each in quota_rows():
             value = getattr(quota, each.name)
             if value is not None:

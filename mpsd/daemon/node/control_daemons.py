@@ -105,7 +105,8 @@ class ControlDaemons:
     async def ask_program(self) -> None:
         """Ask the control program, beside everything else, whether it could serve several users."""
         if not self.knows_many_users:
-            self.knows_many_users = await control_flags.knows_many_users(self._program) == Known(value=True)
+            knows = await control_flags.knows_many_users(self._program) == Known(value=True)
+            self.knows_many_users = knows and control_flags.many_users_can(self._gpus.by_index.values())
             self._note_change()
 
     def _note_change(self) -> None:

@@ -18,6 +18,11 @@ from mpsd.system.processes.foreign_reader import USER_DATABASE, ForeignReader
 USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
 
+def proposed(usual: Path) -> Path:
+    """Return the path of a configuration that waits for an administrator, beside the one in force."""
+    return usual.with_name(f"{usual.name}.new")
+
+
 def read_text(path: Path | None, usual: Path) -> str | None:
     """Return the text of a configuration file; None where `path` is None and the usual file is absent."""
     where = path or usual

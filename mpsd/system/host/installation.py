@@ -22,7 +22,7 @@ from mpsd.core.errors import AlreadyRunningError, ConfigurationError, NotFoundEr
 from mpsd.core.units import first_of
 from mpsd.system.files import atomic_file, path_safety, rundir
 from mpsd.system.host import systemd_units
-from mpsd.system.host.configuration import USUAL, read_configuration
+from mpsd.system.host.configuration import USUAL, proposed, read_configuration
 from mpsd.system.processes import descriptors, proc, process
 
 TARGET: Final = Path("/usr/local")
@@ -77,11 +77,11 @@ class Installation:
 
     # -- installing ---------------------------------------------------------------------------------------------------
 
-    def install(self) -> None:
+    def install(self, configuration: str | None = None) -> None:
         """Write the files of the service, and make systemd read them. A second call changes nothing.
 
-        Raises NotPermittedError and ConfigurationError where the installation is impossible, before anything is
-        written; and OSError.
+        Without a configuration, the example is installed if there is none. Raises NotPermittedError and
+        ConfigurationError where the installation is impossible, before anything is written; and OSError.
         """
         _refuse_where_it_cannot_be()
         wanted = files()
@@ -90,7 +90,9 @@ class Installation:
         for earlier in [each for each in self._noted if Path(each) not in wanted]:
             self._remove(Path(earlier))
             del self._noted[earlier]
-        if not USUAL.exists():
+        if configuration is not None:
+            self.configure(configuration)
+        elif not USUAL.exists():
             self._write(USUAL, (share() / "mpsd/mpsd.toml").read_bytes())
         self._note()
         for path in wanted:
@@ -99,6 +101,21 @@ class Installation:
             if path.parent.name == "tmpfiles.d":
                 self._run("systemd-tmpfiles", "--create", str(path))
         self._run("systemctl", "daemon-reload")
+
+    def configure(self, text: str, usual: Path = USUAL) -> None:
+        """Write a configuration; beside one that is there, which is kept, as a proposal. Raises OSError."""
+        data, there = text.encode(), atomic_file.read(usual)
+        if there == data:
+            self.say(f"{usual} is up to date")
+        elif there is None:
+            self._write(usual, data)
+        else:
+            new = proposed(usual)
+            self._write(new, data)
+            self.say(
+                f"{usual} exists, and is kept; to use the new one: mv {new} {usual} && mpsd check &&"
+                " systemctl reload-or-restart mpsd"
+            )
 
     def _put(self, path: Path, data: bytes) -> None:
         there = atomic_file.read(path)
@@ -151,10 +168,11 @@ class Installation:
         self._run("systemctl", "daemon-reload")
         self._run("systemctl", "reset-failed", "mpsd*")  # otherwise systemd lists failed units that no longer exist
         if paths is not None:
-            if USUAL.exists() and self._does(f"remove {USUAL}"):
-                USUAL.unlink()
-                with contextlib.suppress(OSError):  # the directory has other files, and stays
-                    USUAL.parent.rmdir()
+            for each in (USUAL, proposed(USUAL)):
+                if each.exists() and self._does(f"remove {each}"):
+                    each.unlink()
+            with contextlib.suppress(OSError):  # the directory has other files, and stays
+                USUAL.parent.rmdir()
             # Not the runtime directory: a control daemon that still runs has its sockets there, and a reboot clears it.
             for each in (paths.state_dir, paths.log_dir):
                 self.purge(each)
@@ -270,7 +288,7 @@ def _refuse_where_it_cannot_be() -> None:
     if packaged is not None:
         raise ConfigurationError(
             f"{packaged} belongs to a package, which contains everything that this command would install",
-            hint="use the package, or remove it first: apt remove mpsd",
+            hint="use the package (mpsctl service configure writes its configuration), or remove it: apt remove mpsd",
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)

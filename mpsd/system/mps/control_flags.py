@@ -4,12 +4,14 @@ No question starts a control daemon, and each names a pipe directory that cannot
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.gpus import serve_many_users
+from mpsd.core.model import Gpu, Known, Reading, Unknown
 from mpsd.core.mps.daemon_flags import MANY_USERS
 from mpsd.core.settings import Settings, Users
 from mpsd.system.mps.control_pipe import ControlProgram, variables
@@ -40,13 +42,22 @@ async def knows_many_users(program: ControlProgram) -> Reading[bool]:
         return Unknown(f"{program.argv[0]} cannot be asked which flags it knows: {error}")
 
 
-async def check(program: ControlProgram, settings: Settings) -> Settings:
+def many_users_can(gpus: Iterable[Gpu]) -> bool:
+    """Tell whether a control daemon of this process could serve several users on these GPUs, if its program can.
+
+    Only root can become other users.
+    """
+    return os.geteuid() == 0 and serve_many_users(gpus)
+
+
+async def check(program: ControlProgram, settings: Settings, *, can: bool = True) -> Settings:
     """Return the settings with what `auto` means for this control program as `daemon.users`.
 
-    Raises ConfigurationError for `many` where the program does not know it.
+    `can` tells whether it could serve several users otherwise, as `many_users_can` does. Raises ConfigurationError
+    for `many` where the program does not know it.
     """
     if settings.daemon.users is Users.AUTO:
-        users = Users.MANY if await knows_many_users(program) == Known(value=True) else Users.ONE
+        users = Users.MANY if can and await knows_many_users(program) == Known(value=True) else Users.ONE
         return replace(settings, daemon=replace(settings.daemon, users=users))
     if settings.daemon.users is Users.MANY and await knows_many_users(program) == Known(value=False):
         raise ConfigurationError(

@@ -54,6 +54,17 @@ def test_counted(offer: Offer, slices: int, tenths: int, pods: list[int], outsid
         assert more.tenths > left.tenths or more.mebibytes > left.mebibytes
 
 
+def test_no_more_than_all() -> None:
+    """Devices of pods and free ones are no more than the resource has: one answer may show a lease before its end."""
+    found = capacity.counted(ONE, use(Part(1000, 81408), slices=frozenset(range(20))), Settings())
+    assert found == {(Kind.SLICE, 0): 100}
+
+
+def test_before_the_first_count() -> None:
+    """All devices of a GPU that was not counted yet are healthy."""
+    assert capacity.healthy(Kind.SLICE, 0, ONE, frozenset(), Settings()) == frozenset(range(100))
+
+
 def test_of_two_resources() -> None:
     """Threads and memory count by themselves."""
     settings = Settings(resources=Offer.THREADS_AND_MEMORY, core_unit=5)
@@ -130,6 +141,10 @@ class TestLevel:
     def test_rises(self) -> None:
         """More counts when it has lasted, by the least of that time."""
         assert self.follow((0.0, 30), (1.0, 90), (2.0, 60), (5.9, 100), (6.0, 100)) == [30, 30, 30, 30, 60]
+
+    def test_as_before(self) -> None:
+        """A number that is as before ends a rise: the next one has to last by itself."""
+        assert self.follow((0.0, 90), (1.0, 30), (2.0, 90), (5.0, 90), (7.0, 90), at_first=30) == [30, 30, 30, 30, 90]
 
     def test_flaps(self) -> None:
         """Capacity that comes and goes does not count."""

@@ -70,7 +70,7 @@ NO_ROUTES: Final = [
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
     """Start the node that the tests of this module share."""
-    return node_for_all(config=CONFIG).start()
+    return node_for_all(config=f'{CONFIG}[daemon]\nusers = "one"\n').start()
 
 
 @pytest.fixture

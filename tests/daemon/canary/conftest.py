@@ -7,13 +7,13 @@ import pytest
 from tests.daemon.conftest import Start
 from tests.node import Node
 
-BRISK: Final = "[daemon]\nprobe_interval = 0.5\ncanary_deadline = 1.0\n"
+BRISK: Final = '[daemon]\nusers = "one"\nprobe_interval = 0.5\ncanary_deadline = 1.0\n'
 """For servers that do not answer: where one has to, a busy machine may take longer."""
 
 OFTEN: Final = {"mpsd.daemon.canary.watch._TICK": 0.25}
 """`Node.durations` with which mpsd looks often for evidence against a server."""
 
-CALM: Final = "[daemon]\nprobe_interval = 1.0\n"
+CALM: Final = '[daemon]\nusers = "one"\nprobe_interval = 1.0\n'
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from tests.daemon.caller import calling, end, granted, needs_root
 from tests.daemon.canary.helpers import canary_of
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended
-from tests.daemon.control.test_stopped_servers import SHARE, attached, node  # noqa: F401 - a fixture
-from tests.daemon.helpers import BRISK, IMPATIENT, SWIFT, branches, event, is_running, kill, program
+from tests.daemon.control.test_stopped_servers import ALONE, SHARE, attached, node  # noqa: F401 - a fixture
+from tests.daemon.helpers import IMPATIENT, SWIFT, branches, event, is_running, kill, program
 from tests.daemon.leases.test_users import instead, python  # noqa: F401 - a fixture
 from tests.harness import wait_until
 from tests.node import Node
@@ -133,7 +133,7 @@ def test_server_that_is_stopped_time_and_again(node: Node, python: str) -> None:
 @pytest.mark.parametrize("how", [lambda pid: kill(pid, signal.SIGSTOP), make_hang], ids=["stopped", "hangs"])
 def test_server_that_should_end_a_client(make_node: Start, python: str, how: Any) -> None:  # noqa: F811 - the fixtures
     """A server that serves nobody while mpsd has it end a client keeps the GPU no longer than its client lives."""
-    config = f"{BRISK}[enforcement]\nterminate_deadline = 2\ngrace = 0.3\n"
+    config = f"{ALONE}[enforcement]\nterminate_deadline = 2\ngrace = 0.3\n"
     made = make_node(simulate=1, control=None, config=config, durations=IMPATIENT).start()
     with user_of(made, ANN, python) as ann:
         lease, server = attached(made, ann), ann.hello["server"]
@@ -148,7 +148,7 @@ def test_server_that_should_end_a_client(make_node: Start, python: str, how: Any
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_canary(make_node: Start, python: str, number: signal.Signals) -> None:  # noqa: F811 - the fixture
     """A user who stops or ends the canary that examines its server keeps no GPU from the next user."""
-    made = make_node(simulate=1, control=None, config=f"{BRISK}canary_deadline = 1.0\n").start()
+    made = make_node(simulate=1, control=None, config=f"{ALONE}canary_deadline = 1.0\n").start()
     with user_of(made, ANN, python) as ann:
         assert ann.do("wedge")["ok"]  # the canary then waits
         ann.launch(60)
@@ -163,7 +163,7 @@ def test_canary(make_node: Start, python: str, number: signal.Signals) -> None: 
 @pytest.mark.parametrize("verb", ["end", "restart"])
 def test_client(make_node: Start, python: str, verb: str) -> None:  # noqa: F811 - the fixtures
     """A stopped client, which is its lease's holder too, is ended as any other; the next user is served."""
-    config = f"{BRISK}[enforcement]\ngrace = 0.3\n"
+    config = f"{ALONE}[enforcement]\ngrace = 0.3\n"
     made = make_node(simulate=1, control=None, config=config, durations=IMPATIENT).start()
     with user_of(made, ANN, python) as ann:
         kill(ann.pid, signal.SIGSTOP)
@@ -188,7 +188,7 @@ def test_holder(node: Node, python: str) -> None:  # noqa: F811 - the fixtures
 
 def test_mpsd_stops(make_node: Start) -> None:
     """A stopped server that is left does not keep mpsd from stopping its control daemon."""
-    made = make_node(simulate=1, control=None, config=BRISK, arguments=["--stop-daemons-on-exit"]).start()
+    made = make_node(simulate=1, control=None, config=ALONE, arguments=["--stop-daemons-on-exit"]).start()
     with leased(made, *SHARE) as client:
         attached(made, client)
         server = client.hello["server"]
@@ -214,7 +214,7 @@ def sitting(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
 @pytest.mark.parametrize("which", ["front-end", "half a message"])
 def test_seat(make_node: Start, real: RealDaemon, which: str) -> None:
     """A stopped process that has the only seat of NVIDIA's control daemon loses it when its user's lease has ended."""
-    made = make_node(simulate=1, control=real.control, config=BRISK, durations=SWIFT).start()
+    made = make_node(simulate=1, control=real.control, config=ALONE, durations=SWIFT).start()
     with calling(made.socket, uid=ANN) as ann, calling(made.socket, uid=BOB) as bob:
         lease, first = granted(ann), made.daemons()["gpu0"]["pid"]
         if which == "front-end":
@@ -247,7 +247,7 @@ def test_server_that_does_not_end(make_node: Start, short_tmp: Path, real: RealD
     (short_tmp / "bin").mkdir()
     program(short_tmp / "bin" / "nvidia-cuda-mps-server", "exec sleep 600")
     path = f"{short_tmp / 'bin'}:{os.environ['PATH']}"
-    made = make_node(simulate=1, control=real.control, config=BRISK, env={"PATH": path}).start()
+    made = make_node(simulate=1, control=real.control, config=ALONE, env={"PATH": path}).start()
     with calling(made.socket, uid=ANN) as ann, calling(made.socket, uid=BOB) as bob:
         lease = granted(ann)
         server = int(made.ask("gpu0", f"start_server -uid {ANN}\nget_server_list")[-1])

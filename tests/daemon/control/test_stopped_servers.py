@@ -23,10 +23,13 @@ SHARE: Final = ("--threads", "10", "--memory", "1GiB")
 REQUEST: Final = {"threads": 10, "memory": "1GiB"}
 ANN, BOB = 1001, 1002
 
+ALONE: Final = f'{BRISK}users = "one"\n'
+"""A server of each user's own, which that user can stop."""
+
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    return make_node(simulate=1, control=None, config=BRISK).start()
+    return make_node(simulate=1, control=None, config=ALONE).start()
 
 
 def reasons(node: Node) -> list[dict[str, Any]]:
@@ -181,7 +184,7 @@ def test_beside_a_lease_of_another(node: Node) -> None:
 def test_restart(make_node: Start) -> None:
     """The second way out works: a restart with a timeout ends a stopped server with its clients."""
     node = make_node(
-        simulate=1, control=None, config=f"{BRISK}[enforcement]\ngrace = 0.3\n", durations=IMPATIENT
+        simulate=1, control=None, config=f"{ALONE}[enforcement]\ngrace = 0.3\n", durations=IMPATIENT
     ).start()
     with leased(node, *SHARE) as client:
         attached(node, client)
@@ -247,7 +250,7 @@ def test_real_daemons(make_node: Start, short_tmp: Path, real: RealDaemon) -> No
     program.write_text("#!/bin/bash\nexec -a nvidia-cuda-mps-server sleep 600\n")
     program.chmod(0o755)
     path = f"{short_tmp / 'bin'}:{os.environ['PATH']}"
-    node = make_node(simulate=1, control=real.control, config=BRISK, env={"PATH": path}).start()
+    node = make_node(simulate=1, control=real.control, config=ALONE, env={"PATH": path}).start()
     for _ in range(2):
         before = node.daemons()["gpu0"]["pid"]
         lease = node.request("POST", "/v1/leases", {**REQUEST, "pid": os.getpid()}).json["id"]

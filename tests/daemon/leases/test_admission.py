@@ -329,7 +329,7 @@ class TestHolder:
     @needs_root
     def test_user_who_cannot_reach_the_daemon(self, make_node: Start) -> None:
         """A user without access to the pipe directory would run without MPS, so it is refused."""
-        node = make_node(simulate=1)
+        node = make_node(simulate=1, config='[daemon]\nusers = "one"\n')
         node.start()
         node.root.chmod(0o700)
         # The process reaches mpsd's socket because its working directory already is there.

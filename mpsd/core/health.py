@@ -305,15 +305,16 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
 
     Only GPUs count that can run MPS and whose compute mode is known.
     """
+    usable = [view for view in views if view.health is not Health.UNSUPPORTED]
     open_to_all = [
         f"GPU {view.index}"
-        for view in views
-        if view.health is not Health.UNSUPPORTED
-        and isinstance(view.usage, Known)
-        and view.usage.value.compute_mode not in _CLOSING
+        for view in usable
+        if isinstance(view.usage, Known) and view.usage.value.compute_mode not in _CLOSING
     ]
     if open_to_all:
-        because = f"a program that misses MPS gets all of {', '.join(open_to_all)}"
+        every = len(open_to_all) == len(usable) > 1
+        which = f"a GPU (on all {len(usable)} GPUs)" if every else ", ".join(open_to_all)
+        because = f"a program that misses MPS gets all of {which}"
         hint = 'to close it, set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: ' + RELOAD
         yield Reason(Kind.NOT_CLOSED, "node", because, hint)
 

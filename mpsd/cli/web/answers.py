@@ -76,6 +76,8 @@ _PROMISES: Final = {
     "resume": "Admission resumes. A drain is cancelled, and so is a restart that has not stopped anything yet.",
     "reset": "The deaths of this control daemon and the faults of its GPU are forgotten, and it is started again.",
     "release": "The lease ends. Its clients continue to run, without a lease.",
+    "end": "The process ends; its server ends its work on the GPU first, so that no other client is harmed. Its lease"
+    " lives on if another process holds it.",
 }
 """The effect of each action, shown before the user confirms it."""
 

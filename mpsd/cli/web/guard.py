@@ -131,13 +131,14 @@ def _is_among(text: str, secret: deque[str]) -> bool:
 # decodes nothing in it, so it passes on no other spelling of a path.
 
 NAME: Final = r"(?!\.+(?:/|\Z))[A-Za-z0-9._-]{1,128}"
-"""The name of a lease, a control daemon or an operation, as one segment of a path."""
+"""The name of a lease, a control daemon or an operation, or a pid, as one segment of a path."""
 
 
 PASSED_ON: Final = (
     ("GET", "/v1/operations/{}"),
     ("POST", "/v1/leases/{}/renew"),
     ("DELETE", "/v1/leases/{}"),
+    ("POST", "/v1/clients/{}/end"),
     *(("POST", f"/v1/daemons/{{}}/{verb}") for verb in ("hold", "drain", "resume", "restart", "reset")),
 )
 

@@ -6,17 +6,21 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from itertools import pairwise
 from typing import Final
 
 import pytest
 
 from mpsd.cli.render import age, as_here, percent, plural, size
+from mpsd.cli.users import name_of
 from tests.browser import Browser, Page
 from tests.cli.conftest import end, start_mpsctl
 from tests.cli.web.conftest import Web
-from tests.daemon.caller import NOBODY
+from tests.daemon.caller import NOBODY, needs_root
+from tests.daemon.ends.clients import lease_of, target, unharmed
 from tests.harness import wait_until
 from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = pytest.mark.browser
 
@@ -284,6 +288,77 @@ class TestSession:
         assert lease not in page.text("document.getElementById('overview')")
         page.click("document.getElementById('pause')")
         page.wait(f"document.getElementById('lease-table').innerText.includes('{lease}')", "the lease")
+
+
+class TestClients:
+    """Clients are listed, and ended by an administrator."""
+
+    @pytest.fixture
+    def simulated(self, make_node: Callable[..., Node]) -> Node:
+        config = f'[enforcement]\ngrace = 0.3\nunadmitted = "defaults"\n[roles]\nusers = ["{NOBODY}"]\n'
+        return make_node(simulate=1, control=None, config=config).start()
+
+    def test_end(self, simulated: Node, open_page: Open) -> None:
+        """The row has memory, user and lease; the button asks, and the process ends, and no other."""
+        with target(simulated) as neighbour, SimulatedClient(variables(simulated)) as rogue:
+            assert rogue.alloc("1GiB")["ok"]
+            neighbour.loop(0.005)
+            page = open_page(simulated)
+            button = f"document.querySelector('[aria-label=\"End process {rogue.pid}\"]')"
+            page.wait(button, "the rogue to be listed")
+            found = {row["PID"]: row for row in rows(page, "client")}
+            assert {each: found[f"{rogue.pid}"][each] for each in ("User", "GPU", "Lease")} == {
+                "User": name_of(os.geteuid()),
+                "GPU": "0",
+                "Lease": "none",
+            }
+            assert found[f"{neighbour.pid}"]["Lease"] == lease_of(simulated, neighbour)
+            page.click(button)
+            assert "no other client is harmed" in page.text("document.getElementById('question')")
+            page.click("document.querySelector('#question button[type=submit]')")
+            assert rogue.process.wait(20) == -signal.SIGTERM
+            page.wait(f"!{button}", "the row to go")
+            unharmed(neighbour)
+            neighbour.end()
+            assert not page.complaints()
+
+    @needs_root
+    def test_no_administrator(self, simulated: Node, make_web: Callable[..., Web], browser: Browser) -> None:
+        """A user who may not end clients has no button, and its request is refused."""
+        with SimulatedClient(variables(simulated)) as client:
+            pid = client.hello["pid"]
+            page = browser.page(make_web(simulated.socket, uid=NOBODY).link)
+            page.wait(f"document.getElementById('client-table').innerText.includes('{pid}')", "it to be listed")
+            assert page.do("document.querySelectorAll('#client-table button').length") == 0
+            page.close()
+            assert make_web(simulated.socket, uid=NOBODY).ask("POST", f"/v1/clients/{pid}/end", {}).status == 403
+            assert client.sync()["ok"]
+
+    def test_fault(self, simulated: Node, open_page: Open) -> None:
+        """A GPU whose server handles a fault is not shown as well."""
+        with target(simulated) as client:
+            page = open_page(simulated)
+            states = "[...document.querySelectorAll('#gpu-list article p')[0].children].map(each => each.className)"
+            assert page.do(states)[:2] == ["state-good", "state-good"]
+            client.fault()
+            page.wait(f"({states})[0] === 'state-bad'", "the page to show the fault")
+            assert page.do(states)[1] == "state-bad"
+            page.wait("document.getElementById('reasons').innerText.includes('mpsctl end ')", "the command")
+
+
+def test_colours(node: Node, open_page: Open) -> None:
+    """Neighbouring slices have different colours, of many leases and of the use without one."""
+    for number in range(20):
+        assert node.request(
+            "POST", "/v1/leases", {"threads": 2, "memory": "1MiB", "gpu": "0", "name": f"{number}"}
+        ).json
+    page = open_page(node)
+    colours = page.do(
+        "[...document.querySelector('.bar').children].map(each => getComputedStyle(each).backgroundColor)"
+    )
+    assert len(colours) == 20
+    assert all(one != other for one, other in pairwise(colours))
+    assert len({*colours[:8]}) >= 7
 
 
 class TestActions:

@@ -14,6 +14,9 @@ _PIECES: Final = (
     "/daemons",
     "/history",  # which the page reads by a request of its own
     "/operations",
+    "/clients",
+    "/4711",
+    "/end",
     "/lease-1",
     "/gpu0",
     "/hold",
@@ -40,4 +43,6 @@ def test_some_are_passed_on() -> None:
     """The routes that the page needs are passed on, and no others."""
     assert methods_of("/v1/leases/lease-1") == {"DELETE"}
     assert methods_of("/v1/daemons/gpu0/hold") == {"POST"}
+    assert methods_of("/v1/clients/4711/end") == {"POST"}
+    assert methods_of("/v1/clients") == set()
     assert methods_of("/v1/history?by=gpu&since=86400") == set()

@@ -90,6 +90,23 @@ export function leaseButtons(lease, principal, done) {
   return [renew, release];
 }
 
+/** Make the button that ends a client, in a list, for administrators; an empty list for others. */
+export function endButton(client, principal, done) {
+  if (!mayAs(principal, "admin")) return [];
+  const name = `process ${client.pid}`;
+  return [make("button", {
+    type: "button", class: "grave", "aria-label": `End ${name}`,
+    onclick: () => question({
+      title: `End ${name} (${client.name})?`,
+      text: [principal.promises.end],
+      verb: "End",
+      fields: [],
+      act: async () => (await ask("POST", `/v1/clients/${client.pid}/end`, {})).because,
+      done,
+    }),
+  }, "End")];
+}
+
 /** Ask in a dialog, and act if the user confirms. The dialog shows a refusal, which changes nothing. */
 export function question({ title, text, verb, fields, act, done }) {
   const dialog = byId("question");

@@ -6,14 +6,26 @@ import { operationButton, operationsOf } from "./actions.js";
 
 const COLOURS = 8;
 const OTHER = "var(--slice-other)";
-const LOOKS = { ok: "good", ready: "good", lost: "bad", failed: "bad" };
-const look = (word) => `state-${LOOKS[word] ?? "warn"}`;
+const UNLEASED = "var(--slice-unleased)";
+const LOOKS = { ok: "good", ready: "good", faulty: "bad", lost: "bad", failed: "bad" };
 
-/** Return the colour of a lease, by its id: it is the same in every place. */
-export function colourOf(lease) {
-  let sum = 0;
-  for (const letter of lease) sum = (sum * 31 + letter.codePointAt(0)) % 65521;
-  return `var(--slice-${sum % COLOURS})`;
+/** Return the look of a GPU's health, or of its daemon's state: what may not serve its clients is never good. */
+const look = (word, gpu) => `state-${gpu.impaired ? "bad" : LOOKS[word] ?? "warn"}`;
+
+/** Give each slice a colour, by its id where that is free: neighbours differ, and all of them as far as colours last. */
+function paint(slices) {
+  const left = new Set();
+  let before = -1;
+  for (const slice of slices) {
+    if (left.size <= 1) for (let colour = 0; colour < COLOURS; colour += 1) left.add(colour);
+    let colour = 0;
+    for (const letter of slice.key) colour = (colour * 31 + letter.codePointAt(0)) % 65521;
+    colour %= COLOURS;
+    while (!left.has(colour) || colour === before) colour = (colour + 1) % COLOURS;
+    left.delete(colour);
+    before = colour;
+    slice.colour = `var(--slice-${colour})`;
+  }
 }
 
 /** Return the slices of a GPU: its leases, the hidden leases of other users, and clients without a lease. */
@@ -29,7 +41,6 @@ function slicesOf(gpu, node, principal) {
     user: node.users[lease.owner.uid],
     threads: share.active_thread_percentage,
     memory: share.pinned_device_mem_limit,
-    colour: colourOf(lease.id),
   }));
   const shown = (what) => slices.reduce((sum, each) => sum + each[what], 0);
   const others = {
@@ -37,10 +48,11 @@ function slicesOf(gpu, node, principal) {
     threads: Math.round((gpu.threads_granted - shown("threads")) * 10) / 10, memory: gpu.memory_granted - shown("memory"),
   };
   const unleased = {
-    key: "unleased", name: `${plural(gpu.clients_unleased, "client")} without a lease`, colour: OTHER,
+    key: "unleased", name: `${plural(gpu.clients_unleased, "client")} without a lease`, colour: UNLEASED,
     threads: gpu.threads_unleased, memory: gpu.memory_unleased,
   };
   slices.sort((one, other) => Number(other.own) - Number(one.own));
+  paint(slices);
   return [...slices, ...[others, unleased].filter((each) => each.threads > 0 || each.memory > 0)];
 }
 
@@ -82,11 +94,11 @@ function update(card, gpu, daemon, node, principal, done) {
   const parts = card.parts;
   const slices = slicesOf(gpu, node, principal);
   say(parts.model, gpu.name ?? "of unknown name");
-  say(parts.health, gpu.health);
-  set(parts.health, "class", look(gpu.health));
+  say(parts.health, gpu.impaired && gpu.health === "ok" ? "impaired" : gpu.health);
+  set(parts.health, "class", look(gpu.health, gpu));
   const state = daemon === undefined ? "no control daemon" : daemon.drained && daemon.state === "draining" ? "drained" : daemon.state;
   say(parts.daemon, daemon === undefined ? state : `${daemon.name} ${state} for ${age(daemon.since, node.now)}`);
-  set(parts.daemon, "class", look(daemon?.state));
+  set(parts.daemon, "class", look(daemon?.state, gpu));
   say(parts.clients, `${gpu.clients + gpu.clients_unleased} of ${gpu.clients_max ?? "unknown"} client places taken`);
   const troubles = [gpu, ...(daemon ? [daemon] : [])].filter((each) => each.hint).map((each) => `${each.because}: ${each.hint}`);
   const { obstacle } = gpu;

@@ -10,6 +10,7 @@ import { ask, explained, forget, hasSession, linesOf, openSession } from "./serv
 import { beginStory, readStory } from "./story.js";
 import { bringTexts, byId, say, set } from "./dom.js";
 import { age, clock, plural, setClock } from "./words.js";
+import { prepareClients, showClients } from "./clients.js";
 import { prepareTables, showLeases } from "./leases.js";
 import { prepareHistory, readHistory, showGrouping, showLabels } from "./history.js";
 import { showGpus } from "./gpus.js";
@@ -51,6 +52,7 @@ function show() {
   bringTexts(byId("notes"), status.notes.map((each) => `note: ${each}`));
   showGpus(node, principal, refreshSoon);
   showLeases(node, principal, view, refreshSoon);
+  showClients(node, principal, refreshSoon);
   showLabels(node.leases);
   events.show();
 }
@@ -232,6 +234,7 @@ function keepView() {
 
 function prepare() {
   prepareTables(view, keepView);
+  prepareClients();
   prepareHistory(view, () => {
     keepView();
     if (node !== null) readHistory(node.status.gpus, view.by, true);

@@ -13,8 +13,9 @@ from typing import Final, NoReturn
 
 import click
 
+from mpsd.cli.cells import cut
 from mpsd.cli.command import SignalledError, note
-from mpsd.cli.render import as_exports
+from mpsd.cli.render import as_exports, span
 from mpsd.core.sanitize import plain
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -86,9 +87,8 @@ class Progress:
         """
         if self.is_live:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            line = f"mpsctl: {time.monotonic() - self._began:.0f} s: {plain(brief or text)}"
-            shown = line if len(line) < width else f"{line[: width - 4]}..."
-            click.echo(f"{_ERASE}{shown}", err=True, nl=False)
+            line = f"mpsctl: {span(time.monotonic() - self._began)}: {plain(brief or text)}"
+            click.echo(f"{_ERASE}{cut(line, width - 1)}", err=True, nl=False)
         elif text != self._last:
             note(text)
         self._last = text

@@ -102,7 +102,7 @@ def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -
     assert node.mpsctl("release", lease).returncode == 0
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (7, "ran\n")
-    assert re.fullmatch(r"mpsctl: granted after \d+ s on GPU 0\n", stderr)
+    assert re.fullmatch(r"mpsctl: granted after \d+s on GPU 0\n", stderr)
 
 
 def test_what_is_held(node: Node, start: Start) -> None:
@@ -123,16 +123,16 @@ def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
     wait_for(node, 1)
     command = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "run", *MOST, "--wait", "forever"]
     with Terminal.running([*command, "--", "echo", "ran"], os.environ, cwd=ROOT) as terminal:
-        terminal.wait_for(rf"mpsctl: \d+ s: waiting in place 2 behind {USER} for threads: ")
+        terminal.wait_for(rf"mpsctl: \d+s: waiting in place 2 behind {USER} for threads: ")
         end(first)
-        terminal.wait_for(r"mpsctl: \d+ s: waiting in place 1 for threads: ")
+        terminal.wait_for(r"mpsctl: \d+s: waiting in place 1 for threads: ")
         seconds = [int(each) for each in re.findall(r"mpsctl: (\d+) s: waiting", terminal.text)]
         assert seconds == sorted(seconds)
         assert "\n" not in terminal.raw, "it is no line that is updated"
         assert max(len(each) for each in terminal.raw.split("\r\x1b[K")) < 80
         node.request("DELETE", f"/v1/leases/{lease}")
         assert terminal.wait_for_the_end() == 0
-    assert re.search(r"\r\x1b\[Kmpsctl: granted after \d+ s on GPU 0\r\nran\r\n$", terminal.raw)
+    assert re.search(r"\r\x1b\[Kmpsctl: granted after \d+s on GPU 0\r\nran\r\n$", terminal.raw)
 
 
 # -- giving it up ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from mpsd.cli.command import SignalledError, note
 from mpsd.cli.options import given
-from mpsd.cli.render import lack, numbers_of_gpus, plural
+from mpsd.cli.render import lack, numbers_of_gpus, plural, span
 from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
@@ -69,7 +69,7 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
         finally:
             queue.progress.erase()
     if queue.has_waited:
-        note(f"granted after {time.monotonic() - start:.0f} s on GPU {numbers_of_gpus(lease)}")
+        note(f"granted after {span(time.monotonic() - start)} on GPU {numbers_of_gpus(lease)}")
     return lease
 
 

@@ -76,7 +76,7 @@ def test_on_a_terminal(node: Node, lease: str) -> None:
     """On a terminal one line shows what it waits for and how long; the line is gone at the end."""
     command = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "drain", "gpu0"]
     with Terminal.running(command, os.environ, cwd=ROOT) as terminal:
-        terminal.wait_for(rf"mpsctl: [1-9]\d* s: gpu0: drain waits for {lease} \(pid {os.getpid()}\)")
+        terminal.wait_for(rf"mpsctl: [1-9]\d*s: gpu0: drain waits for {lease} \(pid {os.getpid()}\)")
         assert "\n" not in terminal.raw
         assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
         assert terminal.wait_for_the_end() == 0

@@ -55,7 +55,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
     "--lease",
     metavar="LEASE",
     shell_complete=lease_names,
-    help="Only those about this lease: its id, or how that begins.",
+    help="Only those about this lease: its id, how that begins, or a name, also of several leases.",
 )
 @click.option("--daemon", metavar="DAEMON", shell_complete=daemon_names, help="Only those about this control daemon.")
 @click.option(
@@ -121,7 +121,13 @@ def events(  # noqa: PLR0917 - one option each
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
     selector = Selector(
-        since, until, lease, _known_daemon(api, daemon), _gpu_names(api, gpu), chosen_uid(owner, mine=mine), kinds
+        since,
+        until,
+        _ids(api, lease),
+        _known_daemon(api, daemon),
+        _gpu_names(api, gpu),
+        chosen_uid(owner, mine=mine),
+        kinds,
     )
     look = tables.look_of()
     write: dict[str, Callable[[str, answer_types.Event], str]] = {
@@ -168,6 +174,14 @@ def _kinds_listed(form: str) -> str:
         lines += [(each, f"{each.meaning}{level}"), *([("", each.facts)] if each.facts else [])]
     lines += [("", ""), ("", "A fact with a ? is absent in some events."), ("", "")]
     return render.columns([*lines, *facts.items()]).replace("`", "")
+
+
+def _ids(api: Api, lease: str | None) -> tuple[str, ...] | None:
+    """Return how the ids begin of the leases that a text names, if one is given. Events have no names."""
+    if lease is None:
+        return None
+    named = (each["id"] for each in api.leases(ended=True)["leases"] if each["name"] == lease)
+    return lease, f"lease-{lease}", *named
 
 
 def _known_daemon(api: Api, daemon: str | None) -> str | None:

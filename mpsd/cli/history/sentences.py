@@ -169,8 +169,8 @@ class Selector:
 
     since: datetime | None = None
     until: datetime | None = None
-    lease: str | None = None
-    """A lease's id, or the beginning of one."""
+    leases: tuple[str, ...] | None = None
+    """The ids of leases, or the beginnings of ids."""
     daemon: str | None = None
     gpu: GpuNames | None = None
     uid: int | None = None
@@ -188,7 +188,7 @@ class Selector:
             if (self.since and at < self.since) or (self.until and at > self.until):
                 return False
         return (
-            (self.lease is None or any(each.startswith(self.lease) for each in leases_of(event)))
+            (self.leases is None or any(each.startswith(self.leases) for each in leases_of(event)))
             and (self.daemon is None or self.daemon in _daemons_of(event))
             and (self.uid is None or self.uid in self._users_of(event))
             and (self.gpu is None or self._is_on(event, self.gpu))

@@ -15,6 +15,7 @@ from mpsd.cli.render import (
     UNKNOWN,
     amounts,
     as_here,
+    for_you,
     holder_in_short,
     holding_pid,
     lack,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 GPUS: Final = columns_of(
-    ("GPU", "STATE", "THREADS", "GRANTED", "", "HELD", "OF", "UTIL", "TEMP", "POWER", "PLACES"),
+    ("GPU", "STATE", "THREADS", "GRANTED", "", "HELD", "OF", "UTIL", "TEMP", "POWER", "PLACES", "FOR YOU"),
     drops=("", "OF", "PLACES", "POWER", "TEMP"),
 )
 COLUMNS: Final = columns_of(
@@ -137,7 +138,7 @@ def take(api: Api, commands: dict[tuple[int, str], str]) -> Picture:
             tuple(_faults(status)),
             tuple(_gpu(each, daemons.get(each["uuid"] or "")) for each in gpus["gpus"]),
             tuple(_entries(clients["clients"], leases["leases"], commands)),
-            _of_others(leases["others"]),
+            _of_others(leases["others"], clients["others"]),
         )
 
 
@@ -183,6 +184,7 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> GpuRo
         _NONE if gpu["temperature"] is None else f"{gpu['temperature']}°C",
         _NONE if gpu["power"] is None else f"{gpu['power']:.0f}W",
         taken_places(gpu),
+        for_you(gpu),
     )
     return GpuRow(daemon and daemon["name"], cells, tuple(_details(gpu, daemon)))
 
@@ -200,7 +202,9 @@ def _state(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> str
 
 def _details(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> Iterator[str]:
     yield f"GPU {gpu['index']}: {gpu['name'] or UNKNOWN}, {gpu['uuid'] or UNKNOWN}"
-    said = [(gpu["health"], gpu["because"]), ("hint", gpu["hint"]), ("no request is admitted", gpu["refused"])]
+    said = [(gpu["health"], gpu["because"]), ("hint", gpu["hint"])]
+    if (obstacle := gpu["obstacle"]) is not None:
+        said += [("not for you now", obstacle["because"]), ("hint", obstacle["hint"])]
     if gpu["power"] is not None and gpu["power_limit"] is not None:
         said.append(("power", f"{gpu['power']:.0f} of {gpu['power_limit']:.0f} W"))
     if daemon is not None:
@@ -278,9 +282,12 @@ def _granted(lease: "answer_types.Lease | None", daemon: str | None) -> tuple[Fi
     )
 
 
-def _of_others(others: "answer_types.Others") -> str:
-    granted = amounts(others["threads_granted"], others["memory_granted"])
-    return f"{plural(others['leases'], 'lease')} of other users, of {granted}" if others["leases"] else ""
+def _of_others(leases: "answer_types.Others", clients: "answer_types.OtherClients") -> str:
+    granted = amounts(leases["threads_granted"], leases["memory_granted"])
+    parts = [f"{plural(leases['leases'], 'lease')} of other users, of {granted}"] if leases["leases"] else []
+    held = f", with {size(clients['memory_held'])}"
+    parts += [f"{plural(clients['clients'], 'client')} of other users{held}"] if clients["clients"] else []
+    return ", ".join(parts)
 
 
 # -- what is shown of it -----------------------------------------------------------------------------------------------

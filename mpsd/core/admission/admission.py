@@ -293,7 +293,7 @@ _MODE_UNKNOWN: Final = Refusal("health", "whether the node is closed is unknown 
 def said_of_clients(need: Amount) -> str:
     """Describe client processes, with their places where they take more than one each."""
     count = f"{need.clients} client processes"
-    return f"{count}, which take {need.places} places by their {MAX_CONNECTIONS}," if need.extra else count
+    return f"{count}, which take {need.places} client places by their {MAX_CONNECTIONS}," if need.extra else count
 
 
 # -- whether a request fits --------------------------------------------------------------------------------------------
@@ -325,6 +325,12 @@ def _too_little(need: Amount, offer: Offer) -> Shortage | None:
     )
     hint = f"request at least {share} of the threads, or {format_size(-(-least // MIB) * MIB)} of memory"
     return Shortage("admission.smallest_share", because, hint, InvalidRequestError, offer.gpu)
+
+
+def smallest(offer: Offer) -> tuple[Amount, Amount]:
+    """Return the smallest amounts that can be granted of a GPU: with the fewest threads, and with the least memory."""
+    least = -(-offer.memory * offer.smallest_share // (1000 * MIB)) * MIB
+    return Amount(1, max(least, MIB), 1), Amount(offer.smallest_share, MIB, 1)
 
 
 def _too_much(need: Amount, offer: Offer) -> Shortage | None:

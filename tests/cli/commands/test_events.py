@@ -1,5 +1,7 @@
 """Events are shown completely and in order, each once, also to followers while mpsd restarts."""
 
+import csv
+import io
 import json
 import os
 import re
@@ -23,7 +25,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n\u202e"
 
 def happen(node: Node) -> Any:
     """Cause events: a lease is granted and released. Return it."""
-    lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB"}).json
+    lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "name": "short"}).json
     node.request("DELETE", f"/v1/leases/{lease['id']}")
     return lease
 
@@ -69,10 +71,15 @@ def test_sentences(node: Node) -> None:
     for filters in (
         ["-n", "1", "--mine"],
         ["--lease", lease, "-k", "lease_ended"],
+        ["--lease", "short", "-n1"],
+        ["--lease", lease.removeprefix("lease-")[:9], "-n1"],
         ["--user", f"{os.getuid()}", "-n", "1"],
         ["--since", "1h", "-n1", "--kind", "lease_*"],
     ):
         assert node.mpsctl("events", *filters).stdout.splitlines() == [ended], filters
+    (row,) = csv.DictReader(io.StringIO(node.mpsctl("events", "--lease", lease, "-n1", "-o", "csv").stdout))
+    assert (row["event"], row["lease"]) == ("lease_ended", lease)
+    assert node.mpsctl("events", "--lease", lease, "-n1", "-o", "name").stdout == f"{row['seq']}\n"
     about = node.mpsctl("events", "--daemon", "gpu1", "-o", "json").stdout.splitlines()
     assert {json.loads(each)["daemon"] for each in about} == {"gpu1"}
     assert lease in node.mpsctl("events", "--gpu", "0").stdout

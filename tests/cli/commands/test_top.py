@@ -382,7 +382,7 @@ def test_hostile_text(short_tmp: Path) -> None:
     gpu = {"uuid": "GPU-0", "index": 0, "name": hostile, "health": "ok", "because": hostile, "hint": None}
     gpu |= {"memory_total": 2**34, "threads_granted": 0.0, "clients": 0, "utilization": None, "temperature": None}
     gpu |= {"memory_granted": 0, "memory_held": None, "clients_unleased": 1, "clients_max": 48, "refused": None}
-    gpu |= {"power": None, "power_limit": None}
+    gpu |= {"power": None, "power_limit": None, "obstacle": None}
     daemon = {"gpu": "GPU-0", "name": "gpu0", "state": "ready", "because": "", "hint": None, "wedged": False}
     daemon |= {"operation": None}
     client = {"pid": 7, "uid": 0, "daemon": "gpu0", "lease": None, "memory_held": None, "verdict": "violation"}
@@ -390,7 +390,8 @@ def test_hostile_text(short_tmp: Path) -> None:
     reason = {"because": hostile, "hint": hostile}
     status = {"healthy": False, "reasons": [reason], "warnings": [], "violations": [], "daemons": [daemon]}
     others = {"leases": 2, "waiting": 0, "threads_granted": 5.0, "memory_granted": 2**30}
-    answers = (status, {"gpus": [gpu]}, {"clients": [client]}, {"leases": [], "others": others})
+    no_clients = {"clients": 0, "memory_held": 0}
+    answers = (status, {"gpus": [gpu]}, {"clients": [client], "others": no_clients}, {"leases": [], "others": others})
 
     async def steps() -> None:
         with Api(str(short_tmp / "mpsd.sock")) as api:

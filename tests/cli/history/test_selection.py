@@ -88,8 +88,8 @@ for _number, _each in enumerate(EVENTS):
     ("selector", "numbers"),
     [
         (Selector(), range(9)),
-        (Selector(lease="lease-1"), [2, 4, 5]),
-        (Selector(lease="lease-"), [2, 3, 4, 5, 6]),
+        (Selector(leases=("lease-1",)), [2, 4, 5]),
+        (Selector(leases=("lease-",)), [2, 3, 4, 5, 6]),
         (Selector(daemon="gpu0"), [1, 4, 5, 8]),
         (Selector(gpu=GpuNames(1, B, "gpu1")), [0, 3, 5, 6, 8]),
         (Selector(gpu=GpuNames(0, A, "gpu0")), [1, 2, 4, 5, 8]),

@@ -30,13 +30,20 @@ TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
 
 
 def as_listed(lease: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lease as lists, and users other than its owner and administrators, show it: without its token."""
+    """Return a lease as lists show it to its owner and to administrators: without its token."""
 
     def public(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in variables.items() if name != TOKEN}
 
     shares = [{**each, "env": public(each["env"])} for each in lease["shares"]]
     return {**lease, "env": public(lease["env"]), "shares": shares}
+
+
+def outlined(lease: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a lease as users other than its owner and administrators see it."""
+    shares = [{**each, "env": {}} for each in lease["shares"]]
+    nothing: dict[str, Any] = {"env": {}, "labels": {}, "holders": [], "bearers": [], "keepers": [], "request_id": None}
+    return {**lease, **nothing, "shares": shares, "owner": {**lease["owner"], "pid": 0, "start_time": None}}
 
 
 def unjudged(lease: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import click
 
 from mpsd.cli import tables
 from mpsd.cli.options import DURATION, Adds, together
-from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, plural
+from mpsd.cli.render import as_here, as_json, plural
 from mpsd.client import Api
 from mpsd.core.errors import (
     ConfigurationError,
@@ -24,6 +24,7 @@ from mpsd.core.errors import (
     InvalidRequestError,
     MpsdError,
     NotFoundError,
+    NotPermittedError,
     StoppingError,
     UnreachableError,
 )
@@ -290,30 +291,14 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     click.echo(as_json(answer) if form == "json" else view(plain(answer)))
 
 
-def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
-    """Print a lease in any format; the formats for programs contain its token."""
-    if form == "env":
-        from mpsd.core.mps_facts import UNASKED
-
-        variables = environment(api, lease, share)
-        if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
-            click.echo(f"unset {' '.join(inherited)}")
-        click.echo(as_exports(variables))
-    elif form == "env-file":
-        click.echo(as_env_file(environment(api, lease, share)))
-    else:
-        from mpsd.cli import views
-
-        print_answer(form, lease, lambda safe: views.lease(safe, now()))
-
-
 def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
     """Return the environment of a lease's processes, on its only GPU or on the GPU with the number `share`.
 
     It names the socket of this mpsd, where mpsctl would not use it by default. Raises DoesNotFitError while the lease
-    waits, NotFoundError when it has ended, and InvalidRequestError when the number is missing or too high: without an
-    environment of MPS, a process would run without limits. Raises InternalError for a variable that belongs to neither
-    CUDA, NVIDIA nor mpsd: it could make a process run code that the lease names.
+    waits, NotFoundError when it has ended, NotPermittedError for that of another user, and InvalidRequestError when the
+    number is missing or too high: without an environment of MPS, a process would run without limits. Raises
+    InternalError for a variable that belongs to neither CUDA, NVIDIA nor mpsd: it could make a process run code that
+    the lease names.
     """
     state, gpus = lease["state"], len(lease["gpus"])
     if state == "waiting":
@@ -333,6 +318,11 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
             f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}", hint="shares are numbered from 0"
         )
     variables = lease["shares"][share]["env"] if share else lease["env"]
+    if not variables and not lease["holders"]:
+        raise NotPermittedError(
+            f"{lease['id']} belongs to another user, so its environment is not shown",
+            hint="take out a lease of your own: mpsctl admit",
+        )
     if not variables:
         raise InternalError(
             f"mpsd gave {lease['id']} no environment, and without it no limits apply",

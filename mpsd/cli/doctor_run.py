@@ -224,7 +224,7 @@ async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSee
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
-            if pid
+            if pid and share["env"]  # another user's lease is shown without it
         ]
     except MpsdError as error:
         return Unknown(f"the leases are unknown: {error.detail}")

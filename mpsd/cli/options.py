@@ -246,7 +246,13 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
 daemon_names: Final = _offering(lambda api: [(each["name"], each["state"]) for each in api.daemons()["daemons"]])
 gpu_names: Final = _offering(lambda api: [(f"{each['index']}", each["name"]) for each in api.gpus()["gpus"]])
 client_pids: Final = _offering(lambda api: [(f"{each['pid']}", each["name"]) for each in api.clients()["clients"]])
-lease_names: Final = _offering(lambda api: [(each["id"], each["name"]) for each in api.leases()["leases"]])
+lease_names: Final = _offering(
+    lambda api: [
+        (each["id"], each["name"])
+        for each in api.leases()["leases"]
+        if os.geteuid() in {0, each["owner"]["uid"]}  # most commands take no other
+    ]
+)
 
 
 def program(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":

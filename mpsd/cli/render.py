@@ -229,6 +229,24 @@ def event(answer: Mapping[str, object]) -> str:
     return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()
 
 
+_OBSTACLES: Final = {
+    "user": "another user",
+    "turn": "queue",
+    "hold": "held",
+    "health": "fault",
+    **dict.fromkeys(("threads", "memory", "clients", "admission.smallest_share"), "full"),
+}
+"""What keeps a user from a GPU, by the limit that a refusal names."""
+
+
+def for_you(gpu: "answer_types.Gpu") -> str:
+    """Print whether the caller can have something of a GPU now, or what prevents it, in a word or two."""
+    if (found := gpu["obstacle"]) is None:
+        return "yes"
+    limit = found["limit"] or found["code"]
+    return "no: quota" if limit.startswith("quota") else f"no: {_OBSTACLES.get(limit, limit)}"
+
+
 def holding_pid(lease: "answer_types.Lease") -> str:
     """Print the process that holds a lease; a dash where none does."""
     held_by = lease["owner"]["pid"]

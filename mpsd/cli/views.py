@@ -15,6 +15,7 @@ from mpsd.cli.render import (
     as_here,
     as_reported,
     columns,
+    for_you,
     granted_memory,
     granted_threads,
     holders,
@@ -89,8 +90,8 @@ def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
 
 GPUS: Final = columns_of(
     (
-        *("GPU", "HEALTH", "THREADS", "THREADS TOTAL", "MEMORY", "MEMORY TOTAL", "", "HELD", "PLACES", "PLACES TOTAL"),
-        *("USERS", "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
+        *("GPU", "HEALTH", "FOR YOU", "THREADS", "THREADS TOTAL", "MEMORY", "MEMORY TOTAL", ""),
+        *("HELD", "PLACES", "PLACES TOTAL", "USERS", "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
     ),
     drops=("", "COMPUTE MODE", "NAME", "HELD", "USERS"),
     wide=("RESERVED", "UUID"),
@@ -100,14 +101,15 @@ GPUS: Final = columns_of(
 
 
 def gpus(answer: "answer_types.Gpus") -> Listed:
-    """List the GPUs, with granted and total capacity, and the users that the caller may know of."""
+    """List the GPUs, with granted and total capacity, their users as far as known, and why the caller gets nothing."""
     troubles = [line for gpu in answer["gpus"] if gpu["hint"] for line in _trouble(f"GPU {gpu['index']}", gpu)]
-    refused = [
-        f"GPU {gpu['index']} admits no request: {as_here(gpu['refused'] or '')}"
+    obstacles = [
+        as_here(line)
         for gpu in answer["gpus"]
-        if gpu.get("refused") and not gpu["hint"]
+        if (found := gpu["obstacle"]) and not gpu["hint"]
+        for line in (f"GPU {gpu['index']} is not for you now: {found['because']}", f"  hint: {found['hint']}")
     ]
-    return _gpus(answer["gpus"])._replace(below=[*_unleased(answer["gpus"]), *troubles, *refused])
+    return _gpus(answer["gpus"])._replace(below=[*_unleased(answer["gpus"]), *troubles, *obstacles])
 
 
 def _gpus(gpus: "list[answer_types.Gpu]") -> Listed:
@@ -115,6 +117,7 @@ def _gpus(gpus: "list[answer_types.Gpu]") -> Listed:
         (
             str(gpu["index"]),
             gpu["health"],
+            for_you(gpu),
             Figure(granted_threads(gpu), gpu["threads_granted"]),
             Figure(percent(gpu["threads_total"]), gpu["threads_total"]),
             Figure(granted_memory(gpu), gpu["memory_granted"]),
@@ -276,6 +279,8 @@ def clients(
     for client in answer["clients"]:
         lines += [as_here(f"{client['verdict']}: {client['because']}")] if client["because"] else []
         lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
+    if (others := answer["others"])["clients"]:
+        lines.append(f"and {plural(others['clients'], 'client')} of other users, with {size(others['memory_held'])}")
     return Listed(CLIENTS, rows, "no clients", lines)
 
 

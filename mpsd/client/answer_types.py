@@ -165,6 +165,14 @@ class Hardware(TypedDict):
     pcie_root: Annotated[str | None, about("The root complex of its bus, such as pci0000:00.")]
 
 
+@answer("Why a user's request for any share of a GPU would be refused now: the error that it would get.")
+class Obstacle(TypedDict):
+    code: str
+    limit: str | None
+    because: str
+    hint: str
+
+
 @answer(
     "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
     " read.\n\n"
@@ -204,6 +212,7 @@ class Gpu(TypedDict):
     ]
     memory_free: Annotated[int, about("Likewise, in bytes.")]
     clients_free: Annotated[int, about("Likewise, in client places.")]
+    obstacle: Annotated[Obstacle | None, about("Why the user can have nothing of it at once; null where it can.")]
     hardware: Annotated[Hardware | None, about("Null for a GPU that cannot be read.")]
     users: Annotated[
         list[int],
@@ -232,7 +241,7 @@ class Violation(TypedDict):
 @answer("A process that an MPS server lists as its client.")
 class Client(TypedDict):
     pid: int
-    name: str
+    name: Annotated[str, about("Its command, as reported by the process; empty for that of another user.")]
     uid: int | None
     daemon: str
     gpu: str
@@ -250,9 +259,16 @@ class Client(TypedDict):
     hint: Annotated[str, about("The remedy for a violation; empty otherwise.")]
 
 
-@answer("The clients of all servers.")
+@answer("The sums over the clients of all other users, for a caller that may not see them.")
+class OtherClients(TypedDict):
+    clients: int
+    memory_held: Annotated[int, about("Bytes, as far as NVML reports them.")]
+
+
+@answer("The clients of all servers: all of them, or the caller's own where it may not see those of others.")
 class Clients(TypedDict):
     clients: list[Client]
+    others: OtherClients
 
 
 @answer("One fault and its remedy; its subject is a GPU (`GPU 0`), a daemon, `leases` or the `node`.")
@@ -407,7 +423,8 @@ class Wait(TypedDict):
     " not yet. `processes` is the maximum of client processes on each GPU, 0 for any number; `clients` has those"
     " on all of them.\n\n"
     "The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner"
-    " and to administrators."
+    " and to administrators. The lease of another user is shown in outline: its labels, environment, holders,"
+    " bearers, keepers and request_id are empty or null, and its owner's pid is 0."
 )
 class Lease(TypedDict):
     id: str
@@ -476,7 +493,7 @@ class Others(TypedDict):
     memory_granted: int
 
 
-@answer("The leases that have not ended: the caller's own, or all leases where the caller may see them.")
+@answer("The leases that have not ended: all of them, or the caller's own where it may not see those of others.")
 class Leases(TypedDict):
     leases: list[Lease]
     others: Others

@@ -174,9 +174,10 @@ class Api:
         " one uid. Further ones are counted in `lines_left_out`.",
     )
     open: bool = row(
-        False,
+        True,
         setting_parsers.flag,
-        "Show every user the leases of all users, not only the sums of other users' leases.",
+        "Show each user the leases and clients of all users, without labels, environments, holders and programs."
+        " Callers in containers see only their sums, as all users but administrators do with `false`.",
     )
 
 

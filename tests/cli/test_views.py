@@ -1,19 +1,29 @@
 """Each answer is shown completely, with faults first, and unknown values as unknown."""
 
+import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from mpsd.cli import render, views
-from mpsd.cli.render import when
-from mpsd.cli.tables import PLAIN, Look, bar
+from mpsd.cli.render import for_you, when
+from mpsd.cli.tables import PLAIN, Listed, Look, bar
 from mpsd.core.events import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 THEN = "2026-11-21T02:58:00Z"
 GIB = 1024**3
 NO_OTHERS: Any = {"leases": 0, "waiting": 0, "threads_granted": 0.0, "memory_granted": 0}
+
+
+def clients(
+    *listed: Any, leases: Sequence[Any] = (), commands: Mapping[int, str] | None = None, others: int = 0
+) -> Listed:
+    """Return the list of these clients, with so many of other users."""
+    answer: Any = {"clients": [*listed], "others": {"clients": others, "memory_held": 3 * GIB}}
+    return views.clients(answer, leases, commands or {})
 
 
 def gpu(**other: Any) -> Any:
@@ -40,6 +50,7 @@ def gpu(**other: Any) -> Any:
         "refused": None,
         "refused_kind": None,
         "impaired": None,
+        "obstacle": None,
         "hardware": None,
         "users": [0],
         **other,
@@ -120,8 +131,8 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
-        f"0    ok      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
+        f"0    ok      yes      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  root   default       H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
         "gpu0    ready  2m     4711  100%     no limit  -",
@@ -159,7 +170,7 @@ def test_a_sick_node() -> None:
         "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
         "  gpu0: it was 10 %; mpsd restored it at 02:57 (2m ago)",
         "",
-        "GPU  HEALTH  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
+        "GPU  HEALTH  FOR YOU  THREADS      MEMORY                     HELD  PLACES   USERS  COMPUTE MODE  NAME",
     ]
     assert lines[-1].endswith("on simulated GPUs")
 
@@ -189,13 +200,27 @@ def test_a_sick_node_on_a_terminal() -> None:
 
 
 def test_a_daemon_that_is_drained() -> None:
-    """A completed drain is distinguished from a waiting one; GPUs that admit no request say why, in local time."""
+    """A completed drain is distinguished from a waiting one."""
     for drained, word in ((True, "drained"), (False, "draining")):
         text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW).text(PLAIN)
         assert text.splitlines()[1].split()[1] == word
-    refused = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:58:00+00:00"
-    text = views.gpus({"gpus": [gpu(refused=refused)]}).text(PLAIN)
-    assert text.splitlines()[2] == f"GPU 0 admits no request: gpu0 is held: root holds it (a fan), at {when(THEN)}"
+
+
+def test_gpus_for_whom() -> None:
+    """A GPU says whether it is for the caller, and below the table why not, in local time, and what helps."""
+    obstacle: Any = {"code": "daemon_not_ready", "limit": "hold", "hint": "wait"}
+    obstacle["because"] = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:58:00+00:00"
+    lines = views.gpus({"gpus": [gpu(obstacle=obstacle), gpu(index=1)]}).text(PLAIN).splitlines()
+    assert [re.split(r"  +", line)[2] for line in lines[:3]] == ["FOR YOU", "no: held", "yes"]
+    because = f"GPU 0 is not for you now: gpu0 is held: root holds it (a fan), at {when(THEN)}"
+    assert lines[3:] == [because, "  hint: wait"]
+    for limit, code, word in (
+        ("user", "does_not_fit", "another user"),
+        ("memory", "does_not_fit", "full"),
+        ("quota.gpus", "quota", "quota"),
+        (None, "quarantined", "quarantined"),
+    ):
+        assert for_you(gpu(obstacle={**obstacle, "limit": limit, "code": code})) == f"no: {word}"
 
 
 def violation(**other: Any) -> Any:
@@ -219,7 +244,7 @@ def test_judged_clients_and_leases() -> None:
     well: Any = {"verdict": "ok", "because": "", "hint": ""}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": ""}
     wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it"}
-    lines = views.clients({"clients": [client | well, client | doubt, client | wrong]}, [], {}).text(PLAIN).splitlines()
+    lines = clients(client | well, client | doubt, client | wrong).text(PLAIN).splitlines()
     assert [line.split()[7] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
     assert lines[4:] == ["unknown: process 9 may", "violation: process 9 has", "  hint: end it"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
@@ -306,7 +331,7 @@ def test_what_is_unknown() -> None:
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
     client |= {"verdict": "ok", "because": "", "hint": "", "memory_held": None}
-    (row,) = views.clients({"clients": [client]}, [], {}).text(PLAIN).splitlines()[1:]
+    (row,) = clients(client).text(PLAIN).splitlines()[1:]
     assert row.split() == ["9", "unknown", "0", "unknown", "-", "none", "-", "ok", "-"]
 
 
@@ -315,7 +340,7 @@ def test_who_uses_what() -> None:
     client: Any = {"pid": 9, "name": "python3", "uid": 0, "daemon": "gpu1", "gpu": "GPU-1", "server": 8}
     client |= {"verdict": "ok", "because": "", "hint": "", "memory_held": GIB, "lease": "lease-1"}
     of_lease = lease(share(0), share(1, active_thread_percentage=20.0), name="train")
-    found = views.clients({"clients": [client, client | {"pid": 10}]}, [of_lease], {9: "python3 train.py"})
+    found = clients(client, client | {"pid": 10}, leases=[of_lease], commands={9: "python3 train.py"})
     (_, row, other) = found.text(PLAIN).splitlines()
     assert row.split() == [
         "9",
@@ -371,7 +396,8 @@ def test_nothing_there() -> None:
     assert views.gpus({"gpus": []}).text(PLAIN) == "no GPUs"
     assert views.daemons({"daemons": []}, NOW).text(PLAIN) == "no control daemons"
     assert views.leases({"leases": [], "others": NO_OTHERS}, NOW).text(PLAIN) == "no leases"
-    assert views.clients({"clients": []}, [], {}).text(PLAIN) == "no clients"
+    assert clients().text(PLAIN) == "no clients"
+    assert clients(others=2).text(PLAIN) == "no clients\nand 2 clients of other users, with 3GiB"
     assert "no control daemons" in status(gpus=[], daemons=[])
 
 

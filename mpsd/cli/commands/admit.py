@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.command import ForEval, environment, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
 from mpsd.cli.options import (
@@ -27,7 +27,7 @@ from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
 
@@ -273,7 +273,7 @@ def admit(
     with released_unless_printed(api, request_id):
         lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
         with start.released_on_failure(api, lease):
-            print_lease(api, form, lease)
+            caller.print_lease(api, form, lease)
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:
@@ -373,7 +373,7 @@ def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
 @with_api
 def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
     """Renew leases: set their time to live, counted from now, and print them. Without LEASE: the one in MPSD_LEASE."""
-    find.for_each(api, leases, lambda lease: print_lease(api, form, api.renew(lease, ttl)))
+    find.for_each(api, leases, lambda lease: caller.print_lease(api, form, api.renew(lease, ttl)))
 
 
 @click.command()
@@ -387,10 +387,10 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     process has attached. Processes that start later need this command first, which waits for another turn of
     enforcement.attach_window seconds.
     """
-    print_lease(api, form, api.attach(find.find(api, lease)))
+    caller.print_lease(api, form, api.attach(find.find(api, lease)))
 
 
-@click.command()
+@click.command(cls=ForEval)
 @several_leases
 @click.option(
     "--end-clients",
@@ -398,22 +398,47 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     help="End its clients too, each by terminate_client before any signal, and the lease with the last of them. Waits"
     " for that; Ctrl-C stops the waiting only.",
 )
+@click.option(
+    "-o",
+    "--output",
+    "form",
+    type=click.Choice(["table", "env"]),
+    default="table",
+    show_default=True,
+    help="Output format; env unsets what the shell has from the lease.",
+)
 @with_api
-def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
+def release(api: Api, leases: tuple[str, ...], form: str, *, end_clients: bool) -> None:
     """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
     LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
     continue without a lease, unless --end-clients ends them. Those of a lease that has ended before are not ended: with
     --end-clients, mpsctl names them, and exits with 1.
-    """
+
+    \b
+    A shell that took the lease by `mpsctl admit` keeps its environment, with which programs get no GPU. It loses both:
+        eval "$(mpsctl release -o env)"
+    """  # noqa: D301 - click knows by that character what not to wrap
 
     def end_one(lease: str) -> None:
-        is_released = True
-        if end_clients:
-            is_released = find.end_with_clients(api, lease)
-        else:
-            api.release(lease)
-        click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")
+        is_released, variables = True, find.inherited(api, lease)
+        try:
+            if end_clients:
+                is_released = find.end_with_clients(api, lease)
+            else:
+                api.release(lease)
+        except NotFoundError:
+            if not variables:
+                raise
+            is_released = False  # mpsd has forgotten it, and the shell has not
+        done = f"{plain(lease)} {'is released' if is_released else 'had ended already'}"
+        if form == "env":
+            note(done)
+            click.echo(caller.unset(variables))
+            return
+        click.echo(done)
+        if variables:
+            note(f"this shell still has its environment, with which programs get no GPU; to remove it: {find.REMOVES}")
 
     find.for_each(api, leases, end_one)
 
@@ -455,7 +480,7 @@ def hand_over(
     if group and pid is None:
         raise click.UsageError("--group is for --pid: it names the control group of that process.")
     request = given(replace=not keep, group=group, pid=pid, cgroup=cgroup, unit=unit, **{"while": life})
-    print_lease(api, form, api.hold(find.find(api, lease), request))
+    caller.print_lease(api, form, api.hold(find.find(api, lease), request))
 
 
 class _WithoutLease(click.Command):

@@ -15,14 +15,13 @@ from mpsd.cli.command import (
     Listing,
     now,
     print_answer,
-    print_lease,
     print_listing,
     with_api,
     with_form,
     with_listing,
 )
 from mpsd.cli.history import usage as hours
-from mpsd.cli.leases import find
+from mpsd.cli.leases import caller, find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Listed
@@ -144,7 +143,7 @@ def clients(  # noqa: PLR0917 - an option each
     """List the processes that are connected to an MPS server: who uses what.
 
     HELD is the memory that a process holds, of what its lease has on that GPU. COMMAND is the command line of your own
-    processes, and for root of all; of others, it is the name. The states are the verdicts.
+    processes, and for root of all. The states are the verdicts.
     """
     uid = chosen_uid(owner, mine=mine)
     leases: list[answer_types.Lease] = []
@@ -152,14 +151,13 @@ def clients(  # noqa: PLR0917 - an option each
     def ask() -> "answer_types.Clients":
         wanted = _Wanted(uid, _chosen_uuid(api, gpu), name, labels, states)
         leases[:] = api.leases()["leases"] if wanted.is_of_leases or listing.form != "json" else []
-        by_id = {each["id"]: each for each in leases}
-        return {
-            "clients": [
-                each
-                for each in api.clients()["clients"]
-                if wanted.takes(each["uid"], [each["gpu"]], each["verdict"], by_id.get(each["lease"] or ""))
-            ]
-        }
+        by_id, answer = {each["id"]: each for each in leases}, api.clients()
+        found = [
+            each
+            for each in answer["clients"]
+            if wanted.takes(each["uid"], [each["gpu"]], each["verdict"], by_id.get(each["lease"] or ""))
+        ]
+        return {**answer, "clients": found}
 
     print_listing(
         listing, ask, lambda safe: views.clients(safe, plain(leases), command_lines.of_clients(safe["clients"]))
@@ -260,7 +258,7 @@ def usage(  # noqa: PLR0917 - an option each
 
     GPU HOURS are hours of all threads of a GPU: half of the threads for two hours is one. GIB HOURS are hours of a GiB
     that was granted, and HELD is how much of that was in use when the GPUs were read. LEASES are those that had
-    anything in that time. You see your own leases, and of a GPU the sum of all; administrators see all leases.
+    anything in that time. Labels are those of your own leases; administrators see all.
     """
     wanted, chosen = chosen_uid(owner, mine=mine), _chosen_uuid(api, gpu)
     end, user = None if until is None else _rfc3339(until), None if wanted is None else str(wanted)
@@ -313,9 +311,11 @@ def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> Non
         if not in_one_document:
             if found:
                 click.echo()
-            print_lease(api, form, answer, share)
+            caller.print_lease(api, form, answer, share)
         found.append(answer)
 
+    if not leases and form == "table":
+        find.note_if_over(api)
     try:
         find.for_each(api, leases, show_one)
     finally:

@@ -24,6 +24,10 @@ def status(api: Api, listing: Listing) -> None:
     open. Neither changes the exit status, which is 0 only if mpsd and its control daemons are healthy.
     """
     node = print_overview(listing, api.status, lambda safe, look: views.status(safe, now(), look))
+    if listing.form != "json" and "MPSD_LEASE" in os.environ:
+        from mpsd.cli.leases.find import note_if_over
+
+        note_if_over(api)
     if not node["healthy"]:
         click.get_current_context().exit(1)
 

@@ -63,6 +63,8 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
     if lease is not None:
         lease = find.find(api, lease)
     else:
+        if pid is None:
+            find.note_if_over(api)
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
     answer = api.verify(lease)
     print_answer(form, answer, lambda safe: views.verified(safe, look_of()))

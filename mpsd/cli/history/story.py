@@ -164,6 +164,9 @@ def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Ite
     if lease["ended"]:
         yield _ANOTHER
         return
+    if not lease["holders"]:
+        yield f"it is a lease of {name_of(lease['owner']['uid'])}, who can renew and release it, as administrators can"
+        return
     daemons = {each["daemon"] for each in lease["shares"]}
     yield from (each["hint"] for each in lease["violations"])
     for each in node["reasons"]:

@@ -2,11 +2,17 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import click
+
+from mpsd.cli.command import environment as environment_of
+from mpsd.cli.command import now, print_answer
+from mpsd.cli.render import as_env_file, as_exports
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -54,10 +60,40 @@ def environment() -> dict[str, str]:
 
 def name(pid: int) -> str:
     """Return the name of a process, with its pid."""
+    comm = _comm(pid)
+    return f"{comm} (pid {pid})" if comm else f"pid {pid}"
+
+
+def _comm(pid: int) -> str:
+    """Return the kernel's name of a process; empty where it is gone or hidden."""
     try:
-        return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
-        return f"pid {pid}"
+        return ""
+
+
+def unset(names: Iterable[str]) -> str:
+    """Return the line that unsets variables in the shell that evaluates it, fish or another; empty without any."""
+    joined = " ".join(names)
+    verb = "set -e" if _comm(reading_program() or calling_program()) == "fish" else "unset"
+    return f"{verb} {joined}" if joined else ""
+
+
+def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
+    """Print a lease in any format; the formats for programs contain its token."""
+    if form == "env":
+        from mpsd.core.mps_facts import UNASKED
+
+        variables = environment_of(api, lease, share)
+        if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
+            click.echo(unset(inherited))
+        click.echo(as_exports(variables))
+    elif form == "env-file":
+        click.echo(as_env_file(environment_of(api, lease, share)))
+    else:
+        from mpsd.cli import views
+
+        print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
 def _original(pid: int) -> int:

@@ -12,12 +12,24 @@ from mpsd.cli.command import SignalledError, attempt, note
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, NotFoundError, UnreachableError
+from mpsd.core.errors import InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 _VARIABLE: Final = "MPSD_LEASE"
+_OF_EACH: Final = frozenset(
+    {
+        "CUDA_MPS_PIPE_DIRECTORY",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+        "MPSD_LEASE_TOKEN",
+        _VARIABLE,
+    }
+)
+"""The variables that the environment of each lease has."""
+
 _PREFIX: Final = "lease-"
 _WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
 _ENDED: Final = "ended"
@@ -38,17 +50,25 @@ def find(api: Api, meant: str | None) -> str:
 
 
 def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:
-    """Return the id of the lease that a text names, a living one before an ended one; None where it names none.
+    """Return the id of the lease that a text names: one of the caller's own, and a living one before an ended one.
 
-    Raises InvalidRequestError where the text is ambiguous.
+    A lease of another user is meant where the caller, unless that is root, has none of that name. The result is None
+    where the text names no lease. Raises InvalidRequestError where the text is ambiguous.
     """
-    for over in (False, True):
-        found = _matching([each for each in leases if (each["state"] == _ENDED) is over], meant)
-        if len(found) > 1:
-            raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
-        if found:
-            return found[0]["id"]
+    for own in (True, False):
+        for over in (False, True):
+            some = [each for each in leases if is_own(each) is own and (each["state"] == _ENDED) is over]
+            found = _matching(some, meant)
+            if len(found) > 1:
+                raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
+            if found:
+                return found[0]["id"]
     return None
+
+
+def is_own(lease: "answer_types.Lease") -> bool:
+    """Tell whether a lease is the caller's own; root may use all."""
+    return os.geteuid() in {0, lease["owner"]["uid"]}
 
 
 def ambiguous(meant: str, candidates: Sequence[str], example: str) -> InvalidRequestError:
@@ -65,6 +85,39 @@ def own() -> str:
     if lease := os.environ.get(_VARIABLE):
         return lease
     raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
+
+
+REMOVES: Final = 'eval "$(mpsctl release -o env)"'
+"""The command with which a shell loses the environment of its lease."""
+
+
+def note_if_over(api: Api) -> None:
+    """Print a note where the environment of mpsctl is that of a lease that has ended."""
+    if not (lease := os.environ.get(_VARIABLE)):
+        return
+    try:
+        if api.lease(lease)["state"] != _ENDED:
+            return
+    except NotFoundError:
+        pass  # it ended a while ago
+    except MpsdError:
+        return
+    note(
+        f"{_VARIABLE} names {lease}, which has ended: what this shell starts has no part of a GPU any more; to"
+        f" remove its environment: {REMOVES}"
+    )
+
+
+def inherited(api: Api, lease: str) -> list[str]:
+    """Return the variables of this process's environment that it has from this lease; none where that is another's."""
+    if os.environ.get(_VARIABLE) != lease:
+        return []
+    try:
+        shares = api.lease(lease)["shares"]
+    except NotFoundError:  # it ended a while ago
+        return [name for name in os.environ if name in _OF_EACH]
+    own = {*(pair for each in shares for pair in each["env"].items())}
+    return [name for name, value in os.environ.items() if (name, value) in own]
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":

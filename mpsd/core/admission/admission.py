@@ -327,6 +327,12 @@ def _too_little(need: Amount, offer: Offer) -> Shortage | None:
     return Shortage("admission.smallest_share", because, hint, InvalidRequestError, offer.gpu)
 
 
+def smallest(offer: Offer) -> tuple[Amount, Amount]:
+    """Return the smallest amounts that can be granted of a GPU: with the fewest threads, and with the least memory."""
+    least = -(-offer.memory * offer.smallest_share // (1000 * MIB)) * MIB
+    return Amount(1, max(least, MIB), 1), Amount(offer.smallest_share, MIB, 1)
+
+
 def _too_much(need: Amount, offer: Offer) -> Shortage | None:
     if need.threads > offer.threads:
         has = f"{offer.threads / 10:g} %"

@@ -82,11 +82,18 @@ class Ledger:
         """Return the amount that is granted on a GPU."""
         return self._room.taken(gpu)
 
-    def free(self, uid: int, now: float) -> dict[str, Amount]:
-        """Return what the next request of a user can have of each GPU at once, beside all that waits before it."""
+    def free(self, uid: int, now: float) -> dict[str, Amount | Shortage]:
+        """Return what the next request of a user can have of each GPU at once, beside all that waits before it.
 
-        def free(reserved: Reservations) -> dict[str, Amount]:
-            return {gpu: self._room.free(offer, uid, reserved) for gpu, offer in self._offers.by_gpu.items()}
+        Where that is nothing, the reason is in its place.
+        """
+
+        def free(reserved: Reservations) -> dict[str, Amount | Shortage]:
+            room, offers = self._room, self._offers.by_gpu
+            return {
+                gpu: room.hindrance(offer, uid, reserved) or room.free(offer, uid, reserved)
+                for gpu, offer in offers.items()
+            }
 
         return self._beside_earlier(self._queue.last(uid, now), now, free)
 

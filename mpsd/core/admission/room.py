@@ -18,6 +18,7 @@ from mpsd.core.admission.admission import (
     part,
     places,
     said_of_clients,
+    smallest,
 )
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
 from mpsd.core.model import AttachedProcess, Client, GpuUsage, Known, Lease, Reading, Share, Unknown
@@ -43,6 +44,14 @@ class Reservations:
 
 
 NOTHING_RESERVED: Final = Reservations()
+
+_IN_TURN: Final = Shortage(
+    "turn",
+    "the free capacity is reserved for a request that is ahead in the queue",
+    f"{WAIT_HINT}, or request less",
+    DoesNotFitError,
+)
+"""The lack of a request that fits, but comes later than others."""
 
 
 @dataclass(slots=True)
@@ -113,6 +122,28 @@ class Room:
                 min(left.places, beside.places),
             )
         return left
+
+    def hindrance(self, offer: Offer, uid: int, reserved: Reservations) -> Shortage | None:
+        """Say why a user can have nothing of a GPU now, beside all reservations; None where a smallest share fits."""
+        held = self._held[offer.gpu]
+        first, second = (_obstacle(offer, held, need, uid, reserved) for need in smallest(offer))
+        if first is None or second is None:
+            return None
+        if "turn" in {first, second}:
+            return _IN_TURN
+        limit = first if first == second else "admission.smallest_share"
+        match limit:
+            case "threads" | "memory" | "clients":
+                because = f"no {'client places' if limit == 'clients' else limit} of it are left"
+            case "admission.smallest_share":
+                because = f"less of it is left than the smallest share, {offer.smallest_share / 10:g} %"
+            case _:
+                return _shortage(limit, offer, held, NOTHING, uid)
+        hint = f"{WAIT_HINT}, or see who holds it: mpsctl leases"
+        if offer.unleased.clients:
+            because += f"; {describe(offer.unleased)}"
+            hint += ", and who uses it without a lease: mpsctl clients"
+        return Shortage(limit, because, hint, DoesNotFitError, offer.gpu)
 
     def places(self, offer: Offer) -> int:
         """Return how many client places of a GPU are left, beside the granted places and unleased clients."""
@@ -209,10 +240,7 @@ class Room:
             if limit is not None:
                 lacking.append((_distance(limit, offer, held, need, uid), limit, (offer, need)))
         if len(candidates) - len(lacking) >= count:
-            hint = f"{WAIT_HINT}, or request less"
-            return Shortage(
-                "turn", "the free capacity is reserved for a request that is ahead in the queue", hint, DoesNotFitError
-            )
+            return _IN_TURN
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
@@ -318,11 +346,11 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
             because = (
                 f"uid {other} has {said(held.uids[other])} of the GPU, and its control daemon serves one uid at a time"
             )
-            hint = WAIT_HINT
+            several = 'daemon.users = "many"'
             if offer.knows_many_users:
-                hint += (
-                    ', or ask an administrator to have the control daemon serve several users: daemon.users = "many"'
-                )
+                hint = f"{WAIT_HINT}, or ask an administrator to have the control daemon serve several users: {several}"
+            else:
+                hint = f"{WAIT_HINT}; only drivers 555 and newer serve several users at a time ({several})"
         case "threads":
             left = f"{max(free.threads, 0) / 10:g} %"
             because = f"{need.threads / 10:.1f} % of the threads were requested, but only {left} are left"

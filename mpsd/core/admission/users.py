@@ -12,7 +12,7 @@ from mpsd.core.errors import QuotaError
 from mpsd.core.model import Lease, LeaseRequest
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota, Settings
-from mpsd.core.units import format_size
+from mpsd.core.units import MIB, format_size
 
 # -- the usage of a user -----------------------------------------------------------------------------------------------
 
@@ -162,17 +162,14 @@ def check_quota(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amo
 
     `has` is the amount that the user already holds and waits for, and `worth` the amount that the request needs.
     """
-    highest, release = quota.priority or 0, "request less, or release a lease: mpsctl leases"
-    if has.unleased.clients:
-        release += "; your clients without a lease count too: mpsctl clients"
+    highest, release = quota.priority or 0, _release_hint(has)
     if request.priority > highest:
         raise QuotaError(
             f"priority {request.priority} was requested, but your quota allows {highest} at most",
             hint="request a lower priority, or ask an administrator to raise quota.priority",
             limit="quota.priority",
         )
-    if quota.leases is not None and has.leases >= quota.leases:
-        raise QuotaError(f"you have {has.leases} leases, the maximum of your quota", hint=release, limit="quota.leases")
+    _check_leases(quota, has)
     _check_alone(quota, worth)
     if quota.threads is not None and has.amount.threads + worth.threads > quota.threads * 10:
         raise QuotaError(
@@ -201,6 +198,43 @@ def check_quota(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amo
             hint=release.replace("less", "fewer processes", 1),
             limit="quota.clients",
         )
+
+
+def check_gpu(quota: Quota, gpu: str) -> None:
+    """Refuse a GPU that a quota does not include. Raises QuotaError."""
+    if quota.gpus is not None and gpu not in quota.gpus:
+        raise QuotaError(
+            "your quota does not include this GPU",
+            hint="request another GPU, or ask an administrator to change quota.gpus",
+            limit="quota.gpus",
+        )
+
+
+def check_left(quota: Quota, has: UserTotals) -> None:
+    """Refuse whatever a user requests where its quota leaves nothing. Raises QuotaError."""
+    _check_leases(quota, has)
+    used = limit = ""
+    if quota.threads is not None and has.amount.threads >= int(quota.threads * 10):
+        used, limit = f"{has.amount.threads / 10:g} % of threads", "quota.threads"
+    elif quota.memory is not None and has.amount.memory + MIB > quota.memory:
+        used, limit = f"{format_size(has.amount.memory)} of memory", "quota.memory"
+    elif quota.clients is not None and has.amount.places >= quota.clients:
+        used, limit = f"{has.amount.places} client processes", "quota.clients"
+    if limit:
+        raise QuotaError(f"you hold {used}, all of your quota", hint=_release_hint(has), limit=limit)
+
+
+def _check_leases(quota: Quota, has: UserTotals) -> None:
+    if quota.leases is not None and has.leases >= quota.leases:
+        because = f"you have {has.leases} leases, the maximum of your quota"
+        raise QuotaError(because, hint=_release_hint(has), limit="quota.leases")
+
+
+def _release_hint(has: UserTotals) -> str:
+    hint = "request less, or release a lease: mpsctl leases"
+    if has.unleased.clients:
+        hint += "; your clients without a lease count too: mpsctl clients"
+    return hint
 
 
 def _check_alone(quota: Quota, worth: Amount) -> None:

@@ -18,7 +18,7 @@ from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, sees_others
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
@@ -258,7 +258,9 @@ class HistoryHandlers:
         """Return the test whether a uid's leases are in the answer; uid None stands for memory outside of leases."""
         if by is By.GPU and user is None:
             return lambda _: True
-        own = None if request.principal.admin or self._node.settings.current.api.open else request.uid
+        # Labels are their user's own business.
+        sees = request.principal.admin or (by is not By.LABEL and sees_others(request, self._node.settings.current))
+        own = None if sees else request.uid
         return lambda uid: uid is not None and own in {None, uid} and user in {None, uid}
 
 

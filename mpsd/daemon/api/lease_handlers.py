@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Final
 
 from mpsd.client import answer_types
@@ -18,7 +18,7 @@ from mpsd.core.roles import check_reserved
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, is_own, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, is_own, sight
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -67,11 +67,15 @@ class LeaseHandlers:
         ledger = self._node.leases.ledger
         places = ledger.places(clock.monotonic())
         listed = [*ledger.all(), *(self._node.leases.ended if request.content.ended else ())]
-        seen = [lease for lease in listed if self._may_see(request, lease)]
-        hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
+        may_see = sight(request, self._node.settings.current)
+        seen = [lease for lease in listed if may_see(lease)]
+        hidden = [lease for lease in ledger.all() if not may_see(lease)]
         shares = [share for lease in hidden for share in lease.shares]
         violations, doubts = self._findings()
-        shown = (self._shown(lease, places.get(lease.id), violations, doubts, secret=False) for lease in seen)
+        shown = (
+            self._shown(lease, places.get(lease.id), violations, doubts, own=is_own(request, lease), secret=False)
+            for lease in seen
+        )
         return answer_types.Leases(
             leases=await encoded(shown, request.pause),
             others=answer_types.Others(
@@ -89,16 +93,18 @@ class LeaseHandlers:
         violations: Mapping[str | None, list[Violation]],
         doubts: Mapping[str, list[Doubt]],
         *,
+        own: bool,
         secret: bool,
     ) -> answer_types.Lease:
         """Return a lease with the last findings about its processes, the state of its holders, and its keepers.
 
-        Keepers are the processes that keep it where all holders are gone.
+        Keepers are the processes that keep it where all holders are gone. Of a lease that is not the caller's `own`,
+        the answer is an outline.
         """
-        answer = rendering.lease(lease, place, secret=secret)
+        answer = rendering.lease(lease, place, secret=secret) if own else rendering.outline(lease, place)
         answer["violations"] = [rendering.violation(each) for each in violations.get(lease.id, ())]
         answer["unknown"] = [each.because for each in doubts.get(lease.id, ())]
-        if self._node.leases.ledger.find(lease.id) is None or lease.claim is not None:
+        if not own or self._node.leases.ledger.find(lease.id) is None or lease.claim is not None:
             return answer  # without a living lease, perhaps for a moment only, its holders are not watched
         for holder, said in zip(lease.holders, answer["holders"], strict=True):
             if not self._node.leases.holder_watch.lives(lease.id, holder):
@@ -121,22 +127,24 @@ class LeaseHandlers:
             doubts[doubt.lease].append(doubt)
         return violations, doubts
 
-    def _may_see(self, request: Request, lease: Lease) -> bool:
-        return may_see(request, self._node.settings.current, lease)
+    def _theirs(self, request: Request, *, outline: bool = False) -> Lease:
+        """Return the lease in the path. Raises NotFoundError, and NotPermittedError for another user's lease.
 
-    def _theirs(self, request: Request, *, act: bool) -> Lease:
-        """Return the lease in the path. Raises NotFoundError, and NotPermittedError for another user's lease."""
+        `outline`: whether one is enough that the caller may only see.
+        """
         lease = self._node.leases.find(request.names["id"])
-        if not (is_own(request, lease) if act else self._may_see(request, lease)):
+        permits = sight(request, self._node.settings.current) if outline else partial(is_own, request)
+        if not permits(lease):
             raise NotPermittedError(
                 f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
             )
         return lease
 
     async def lease(self, request: Request) -> answer_types.Lease:
-        lease = self._theirs(request, act=False)
+        lease = self._theirs(request, outline=True)
+        own = is_own(request, lease)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
-        answer = self._shown(lease, place, *self._findings(), secret=is_own(request, lease))
+        answer = self._shown(lease, place, *self._findings(), own=own, secret=own)
         self._node.leases.group_commit.commit()
         return answer
 
@@ -182,8 +190,9 @@ class LeaseHandlers:
         ]
         order = -1 if error.limit == "threads" else 1  # the lacking amount decides, and the other one where it is equal
         found.sort(key=lambda each: (each[1].memory.bytes, each[1].threads.tenths)[::order], reverse=True)
-        seen = [each for each in found if self._may_see(request, each[0])]
-        hidden = [share for lease, share in found if not self._may_see(request, lease)]
+        may_see = sight(request, self._node.settings.current)
+        seen = [each for each in found if may_see(each[0])]
+        hidden = [share for lease, share in found if not may_see(lease)]
         said = [
             f"{lease.id} ({f'{lease.request.name[:_NAME]}, ' if lease.request.name else ''}uid {lease.owner.uid}) has"
             f" {_amount([share])}"
@@ -206,7 +215,7 @@ class LeaseHandlers:
             await self._see_clients(lease)
             return rendering.lease(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
         if body.token is None:
-            self._theirs(request, act=True)
+            self._theirs(request)
             naming.check_holders(request, lease)
         is_claim = body.token is not None or lease.claim is not None
         with naming.of_holder(request, lease, is_claim=is_claim) as (owner, user, named):
@@ -223,7 +232,7 @@ class LeaseHandlers:
         Raises AlreadyClaimedError for a lease that was taken, where the caller wants to release it only if it was not.
         The check and the release take place in the same turn of the loop.
         """
-        lease = self._theirs(request, act=True)
+        lease = self._theirs(request)
         if request.content.untaken:
             self._node.leases.claims.check_untaken(lease)
         verb = "released" if lease.owner.uid == request.uid else "revoked"
@@ -231,7 +240,7 @@ class LeaseHandlers:
 
     async def end(self, request: Request) -> answer_types.Lease:
         """End the clients of a lease, and then the lease; stored before the answer."""
-        lease = self._theirs(request, act=True)
+        lease = self._theirs(request)
         await self._see_clients(lease)
         self._node.leases.close(lease.id, f"uid {request.uid} ended it")
         return rendering.lease(self._node.leases.find(lease.id), None)
@@ -243,7 +252,7 @@ class LeaseHandlers:
 
     async def renew(self, request: RequestOf[bodies.RenewRequest]) -> answer_types.Lease:
         """Extend a lease."""
-        lease = self._theirs(request, act=True)
+        lease = self._theirs(request)
         self._node.quarantine.check(lease.owner.uid)
         ttl = users.time_to_live(
             users.quota_of(request.principal.user, self._node.settings.current), request.content.ttl
@@ -252,7 +261,7 @@ class LeaseHandlers:
 
     async def attach(self, request: Request) -> answer_types.Lease:
         """Open a lease's limits for its further processes, and answer when they are open."""
-        lease = self._theirs(request, act=True)
+        lease = self._theirs(request)
         self._node.quarantine.check(lease.owner.uid)
         return rendering.lease(await self._node.leases.clients.attach(lease.id))
 
@@ -261,7 +270,7 @@ class LeaseHandlers:
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """
-        lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
+        lease = self._node.leases.claims.untaken(self._theirs(request).id)
         if len(lease.shares) > 1:
             raise InvalidRequestError(
                 f"lease {lease.id} is on {len(lease.shares)} GPUs, and a process can use only one of them",
@@ -276,7 +285,7 @@ class LeaseHandlers:
 
     async def verify(self, request: Request) -> answer_types.Verify:
         """Tell whether every process of a lease is under MPS and within its limits, by facts read for this answer."""
-        lease = self._theirs(request, act=False)
+        lease = self._theirs(request)
         late: list[str] = []
         if lease.shares and lease.state is not LeaseState.ENDED:
             late = await self._node.refresh(lease)

@@ -1,7 +1,6 @@
 """The handlers of the node routes: a request's value in, an answer's value out. The dispatcher has checked the role."""
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Final
 
 from mpsd import __version__
@@ -11,14 +10,14 @@ from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.errors import NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotPermittedError
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.core.roles import UserIdentity
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.bodies import Uid
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, may_see
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, sees_others, sight
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
@@ -70,7 +69,7 @@ class NodeHandlers:
     async def metrics(self, request: RequestOf[MetricsQuery]) -> Answer:
         """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
         media_type = negotiated(request.accept)
-        shows = partial(may_see, request, self._node.settings.current) if request.content.users else None
+        shows = sight(request, self._node.settings.current) if request.content.users else None
         return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> answer_types.Status:
@@ -123,14 +122,19 @@ class NodeHandlers:
         return answer_types.Gpus(gpus=[self._gpu(view, daemons, request, free) for view in self._node.gpus.views()])
 
     def _gpu(
-        self, view: GpuView, daemons: Iterable[model.Daemon], request: Request, free: Mapping[str, Amount]
+        self, view: GpuView, daemons: Iterable[model.Daemon], request: Request, free: Mapping[str, Amount | MpsdError]
     ) -> answer_types.Gpu:
         gpu, settings, who = view.gpu, self._node.settings.current, request.principal
+        sees = sees_others(request, settings)
         users, is_one = self._node.leases.ledger.users(gpu.uuid) if gpu else ((), False)
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         refused, impaired = health.verdict(view, daemons, self._node.leases.group_commit.trouble)
-        left = free.get(gpu.uuid, NOTHING) if gpu and refused is None else NOTHING
+        found = free.get(gpu.uuid, NOTHING) if gpu else NOTHING
+        if refused is not None:
+            hint = refused.hint_for(operator=who.operator)
+            found = DaemonNotReadyError(refused.because, hint=hint, limit=refused.kind.limit)
+        left, obstacle = (NOTHING, found) if isinstance(found, MpsdError) else (found, None)
         return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
@@ -156,8 +160,9 @@ class NodeHandlers:
             threads_free=left.threads / 10,
             memory_free=left.memory,
             clients_free=left.places,
+            obstacle=rendering.obstacle(obstacle, operator=who.operator) if obstacle else None,
             hardware=rendering.hardware(gpu) if gpu else None,
-            users=sorted(uid for uid in users if is_one or settings.api.open or who.admin or uid == request.uid),
+            users=sorted(uid for uid in users if is_one or sees or uid == request.uid),
         )
 
     async def daemons(self, request: Request) -> answer_types.Daemons:
@@ -168,30 +173,48 @@ class NodeHandlers:
         )
 
     async def clients(self, request: Request) -> answer_types.Clients:
-        """Return the clients of every server."""
+        """Return the clients of every server that the caller may see, and the sums of the others.
+
+        The program of another user's client is left out.
+        """
         self._inspect_new_clients()
+        others = answer_types.OtherClients(clients=0, memory_held=0)
+        found = await encoded(self._clients(request, others), request.pause)
+        return answer_types.Clients(clients=found, others=others)
+
+    def _clients(self, request: Request, others: answer_types.OtherClients) -> Iterator[answer_types.Client]:
+        """Yield the clients that the caller may see, and add the others to their sums."""
         attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
-        leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
-        judged = self._judged()
-        found = (
-            answer_types.Client(
-                pid=pid,
-                name=proc.command_of(pid),
-                uid=proc.effective_uid(pid),
-                daemon=daemon.name,
-                gpu=daemon.gpu,
-                server=server.pid,
-                lease=leases.get((daemon.name, pid)),
-                memory_held=self._node.gpus.held(daemon.gpu, pid),
-                verdict=judged.get((daemon.name, pid), _WELL)[0],
-                because=judged.get((daemon.name, pid), _WELL)[1],
-                hint=judged.get((daemon.name, pid), _WELL)[2],
-            )
+        leases = {(each.client.daemon, each.client.identity.pid): each.lease for each in attached if each.lease}
+        judged, sees = self._judged(), sees_others(request, self._node.settings.current)
+        listed = (
+            (daemon, server, pid)
             for daemon in self._node.control_daemons.all()
             for server in daemon.servers
             for pid in server.clients
         )
-        return answer_types.Clients(clients=await encoded(found, request.pause))
+        for daemon, server, pid in listed:
+            uid, lease = proc.effective_uid(pid), leases.get((daemon.name, pid))
+            held = self._node.gpus.held(daemon.gpu, pid)
+            own = request.principal.admin or request.uid in {uid, lease.owner.uid if lease else None}
+            if own or sees:
+                verdict, because, hint = judged.get((daemon.name, pid), _WELL)
+                yield answer_types.Client(
+                    pid=pid,
+                    name=proc.command_of(pid) if own else "",
+                    uid=uid,
+                    daemon=daemon.name,
+                    gpu=daemon.gpu,
+                    server=server.pid,
+                    lease=lease.id if lease else None,
+                    memory_held=held,
+                    verdict=verdict,
+                    because=because,
+                    hint=hint,
+                )
+            else:
+                others["clients"] += 1
+                others["memory_held"] += held or 0
 
     def _inspect_new_clients(self) -> None:
         """Have the clients inspected that control daemons have listed since the last inspection.

@@ -11,7 +11,8 @@ from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.enforcement.attribution import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.health import Reason, drifted, hint_for
+from mpsd.core.errors import MpsdError
+from mpsd.core.health import LIMITS, REFUSED_HINT, Reason, drifted, hint_for
 from mpsd.core.model import (
     Claim,
     Daemon,
@@ -100,6 +101,12 @@ def hardware(gpu: Gpu) -> answer_types.Hardware:
         pci_bus_id=found.pci_bus_id,
         pcie_root=found.pcie_root,
     )
+
+
+def obstacle(error: MpsdError, *, operator: bool) -> answer_types.Obstacle:
+    """`operator`: whether the reader is an operator."""
+    hint = error.hint if operator or error.limit not in LIMITS else REFUSED_HINT
+    return {"code": error.code, "limit": error.limit, "because": error.detail, "hint": hint}
 
 
 def drift(daemon: str, drift: Drift) -> answer_types.Drift:
@@ -257,6 +264,19 @@ def _share(share: Share, own: Mapping[str, str]) -> answer_types.Share:
         "pinned_device_mem_limit": share.memory.bytes,
         "env": {**share.env, **own},
     }
+
+
+def outline(found: Lease, place: QueuePlace | None = None) -> answer_types.Lease:
+    """Return what other users may see of a lease: owner, name, shares, times and clients.
+
+    What its owner wrote or runs is left out: labels, environment, holders and bearers.
+    """
+    answer = lease(found, place, secret=False)
+    answer["owner"] |= {"pid": 0, "start_time": None}
+    answer |= {"env": {}, "labels": {}, "holders": [], "bearers": [], "request_id": None}
+    for share in answer["shares"]:
+        share["env"] = {}
+    return answer
 
 
 def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> answer_types.Lease:

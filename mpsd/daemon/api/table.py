@@ -65,9 +65,18 @@ def is_own(request: Request, lease: Lease) -> bool:
     return request.principal.admin or lease.owner.uid == request.uid
 
 
-def may_see(request: Request, settings: Settings, lease: Lease) -> bool:
-    """Tell whether the caller may see this lease, and not only sums that include it."""
-    return settings.api.open or is_own(request, lease)
+def sees_others(request: Request, settings: Settings) -> bool:
+    """Tell whether the caller may see the leases and clients of others, in outline at least, and not only their sums.
+
+    A caller in a container may not: whoever runs there is no user of the node.
+    """
+    return request.principal.admin or (settings.api.open and not request.peer.is_contained())
+
+
+def sight(request: Request, settings: Settings) -> Callable[[Lease], bool]:
+    """Return the test whether the caller may see a lease, in outline at least, and not only sums that include it."""
+    sees = sees_others(request, settings)
+    return lambda lease: sees or is_own(request, lease)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

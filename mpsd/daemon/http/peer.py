@@ -61,14 +61,14 @@ class Peer:
         if self._principal is None or self._settings is not settings:
             user = UserIdentity(self.uid, groups(self._connection, self.credentials))
             may = may_administer(user, settings, own_uid=os.geteuid())
-            contained = may and self._is_contained()
+            contained = may and self.is_contained()
             role = role_of(user, settings, administers=may and not contained)
             admin, operator = role is Role.ADMIN, role in {Role.OPERATOR, Role.ADMIN}
             self._principal = Principal(user, role, contained, admin, operator)
             self._settings = settings
         return self._principal
 
-    def _is_contained(self) -> bool:
+    def is_contained(self) -> bool:
         """Tell whether the peer's process is, or may be, in a container: an invisible or dead process counts."""
         found = self.process()
         # The check of the process comes last: while it lives, what was looked up by its pid was its own.

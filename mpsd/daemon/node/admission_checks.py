@@ -1,6 +1,5 @@
 """The checks of a request before the ledger decides, and of the holder that takes a claim: the rules are the same."""
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,21 +75,29 @@ class AdmissionChecks:
         self._check_reach(user.uid)
         return self._visible(request, named, offers, elsewhere), ttl
 
-    def free(self, user: UserIdentity, now: float) -> dict[str, Amount]:
-        """Return what the next request of a user can have of each GPU at once, within its quota."""
+    def free(self, user: UserIdentity, now: float) -> dict[str, Amount | MpsdError]:
+        """Return what the next request of a user can have of each GPU at once, within its quota, or why it is refused.
+
+        The errors are those that such a request would raise.
+        """
+        found = self._ledger.free(user.uid, now)
         try:
             self._quarantine.check(user.uid, "")
             self._check_reach(user.uid)
-        except MpsdError:
-            return {}
+        except MpsdError as refusal:
+            return dict.fromkeys(found, refusal)
         limits_of, has = users.quota_of(user, self._settings.current), self._ledger.user(user.uid)
         theirs = [each for each in self._ledger.all() if each.owner.uid == user.uid]
-        free = dict[str, Amount]()
-        for gpu, amount in self._ledger.free(user.uid, now).items():
-            with contextlib.suppress(QuotaError):
+        free = dict[str, Amount | MpsdError]()
+        for gpu, left in found.items():
+            try:
+                users.check_gpu(limits_of, gpu)
                 users.within_gpu_count(limits_of, LeaseRequest(gpu=gpu), theirs)
-                if limits_of.gpus is None or gpu in limits_of.gpus:
-                    free[gpu] = users.left_of(limits_of, has, amount)
+                users.check_left(limits_of, has)
+            except QuotaError as refusal:
+                free[gpu] = refusal
+            else:
+                free[gpu] = users.left_of(limits_of, has, left) if isinstance(left, Amount) else left.raised()
         return free
 
     def check_taker(

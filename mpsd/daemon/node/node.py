@@ -352,8 +352,8 @@ class Node:
             self.leases.group_commit.log_refusal(owner, refusal)
             raise
 
-    async def free(self, user: UserIdentity) -> dict[str, Amount]:
-        """Return what the next request of a user can have of each GPU at once; a GPU that is not there has nothing."""
+    async def free(self, user: UserIdentity) -> dict[str, Amount | MpsdError]:
+        """Return what the next request of a user can have of each GPU that is there at once, or why it is refused."""
         user = await self.user_groups.complete(user, self.settings.current)
         return self._checks.free(user, clock.monotonic())
 

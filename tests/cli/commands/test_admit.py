@@ -397,6 +397,7 @@ def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> No
 def test_a_lease_without_an_environment(short_tmp: Path, command: str) -> None:
     """An mpsd that grants a lease without an environment is not trusted: nothing runs, and nothing is kept."""
     lease: Any = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": {}, "expires": None}
+    lease["holders"] = [{"kind": "process", "pid": 1}]
     gone = b"HTTP/1.1 204 No Content\r\n\r\n"
     rest = ["-o", "env"] if command == "admit" else ["--", "touch", str(short_tmp / "ran")]
     with answering(short_tmp / "s", http(lease, "201 Created"), gone) as server:

@@ -9,7 +9,7 @@ from mpsd.cli.history.story import Story, lines_of
 from mpsd.cli.render import when
 from mpsd.cli.tables import Look
 from tests.cli.conftest import end, mpsctl_as_nobody, start_mpsctl
-from tests.daemon.caller import needs_root
+from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -109,8 +109,32 @@ def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
 
 
 @needs_root
-def test_another_user_s_lease(node: Node) -> None:
-    """Another user's lease is shown only as the existence of events, and the sum of such leases."""
+def test_lease_of_another_user(node: Node) -> None:
+    """Another user's lease is explained, but not how to use it; its own leases come first where names are alike."""
+    asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "name": "twin"}
+    theirs = node.request("POST", "/v1/leases", asked).json["id"]
+    done = mpsctl_as_nobody(node, "explain", "twin")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{theirs} (twin), a lease of root\n")
+    assert "next  it is a lease of root, who can renew and release it" in done.stdout
+    assert theirs in mpsctl_as_nobody(node, "explain", "gpu0").stdout
+    refused = mpsctl_as_nobody(node, "show", "twin", "-o", "env")
+    assert (refused.returncode, refused.stdout) == (77, "(exit 77)\n")
+    assert "belongs to another user" in refused.stderr
+    assert mpsctl_as_nobody(node, "release", "twin").returncode == 77
+    with calling(node.socket, uid=NOBODY) as caller:
+        own = caller.admit(**{**asked, "gpu": "1"}).json["id"]
+        assert mpsctl_as_nobody(node, "show", "twin").stdout.split()[:2] == ["lease", own]
+        assert mpsctl_as_nobody(node, "release", "twin").stdout == f"{own} is released\n"
+        assert mpsctl_as_nobody(node, "show", "twin").stdout.split()[:2] == ["lease", own]  # the ended one
+    done = node.mpsctl("release", "twin")  # root means the living one
+    assert (done.returncode, done.stdout) == (0, f"{theirs} is released\n")
+
+
+@needs_root
+def test_closed(make_node: Callable[..., Node]) -> None:
+    """On a closed node, another user's lease is shown only as the existence of events, and the sum of such leases."""
+    node = make_node(simulate=1, config="[api]\nopen = false\n").start()
     asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "name": "secret"}
     theirs = node.request("POST", "/v1/leases", asked).json["id"]
     refused = mpsctl_as_nobody(node, "explain", theirs)

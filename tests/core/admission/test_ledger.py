@@ -195,7 +195,7 @@ class TestRefusals:
         desk.ask(uid=ANN)
         with pytest.raises(DoesNotFitError) as plain:
             desk.ask(uid=BOB)
-        assert "daemon.users" not in plain.value.hint
+        assert "only drivers 555 and newer" in plain.value.hint
         desk.offers(offer(0, many_users=False, knows_many_users=True))
         with pytest.raises(
             DoesNotFitError, match=f"uid {ANN} has 1 % and 1GiB of the GPU, and its control daemon serves one uid"

@@ -204,8 +204,8 @@ def test_full_disk(make_node: Start) -> None:
 
 @needs_root
 def test_who_sees_what(make_node: Start) -> None:
-    """A user sees its own leases and the sums of the GPUs; an administrator sees all."""
-    node = make_node(simulate=1, config='[roles]\nusers = ["*"]\n').start()
+    """On a closed node, a user sees its own leases and the sums of the GPUs; an administrator sees all."""
+    node = make_node(simulate=1, config="[api]\nopen = false\n").start()
     release(node, granted(node, name="secret", labels={"team": "secret"}))
     with calling(node.socket, uid=NOBODY) as caller:
         assert [each["total"]["leases"] for each in caller.request("GET", "/v1/history").json["history"]] == [1]

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core import health
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
@@ -243,3 +244,39 @@ def test_what_is_free(line: Line) -> None:
     lease = line.granted(uid=BOB, threads=20, memory="1GiB", gpu="0")
     assert [each[0] for each in free(BOB)] == [10] * len(free())
     line.release(lease)
+
+
+@needs_root
+def test_for_whom(line: Line) -> None:
+    """Each user sees why it can have nothing of a GPU now: the error that any request for a share of it gets."""
+    set_quotas(line, bob="leases = 1")
+
+    def obstacles(uid: int | None) -> list[tuple[str, str] | None]:
+        """Return the code and the limit for each GPU, which are those of a refusal of the smallest share."""
+        found = list[tuple[str, str] | None]()
+        for gpu in line.call("GET", "/v1/gpus", uid=uid).answer().json["gpus"]:
+            answer, obstacle = line.ask(uid=uid, threads=0.1, memory="1MiB", gpu=gpu["uuid"]).json, gpu["obstacle"]
+            if obstacle is None:
+                line.release(answer)
+                found.append(None)
+            else:
+                found.append((obstacle["code"], obstacle["limit"]))
+                assert found[-1] == (answer["code"], answer["limit"])
+                assert obstacle["because"]
+                assert obstacle["hint"]
+        return found
+
+    assert obstacles(ANN) == [None, None]
+    full = line.granted(uid=ANN, threads=100, memory="1GiB", gpu="0")
+    assert obstacles(BOB) == [("does_not_fit", "user"), None]
+    assert obstacles(ANN) == [("does_not_fit", "threads"), None]
+    line.granted(uid=BOB, threads=1, memory="1GiB", gpu="1")
+    assert obstacles(BOB) == [("quota", "quota.leases")] * 2
+    line.release(full)
+    line.node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a fan"})
+    assert obstacles(ANN) == [("daemon_not_ready", "hold"), ("does_not_fit", "user")]
+    (gpu, _) = line.call("GET", "/v1/gpus", uid=ANN).answer().json["gpus"]
+    assert "a fan" in gpu["obstacle"]["because"]
+    assert gpu["obstacle"]["hint"] == health.REFUSED_HINT
+    line.node.request("POST", "/v1/daemons/gpu0/resume")
+    line.node.wait_for_state("gpu0", "ready")

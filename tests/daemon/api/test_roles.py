@@ -8,10 +8,12 @@ import pytest
 from mpsd.core.roles import Role
 from mpsd.daemon.api.routes import ROUTES
 from tests.daemon.api.conftest import MakeLine
-from tests.daemon.caller import NOBODY, Caller, calling, needs_root
+from tests.daemon.caller import NOBODY, Caller, calling, granted, needs_root
 from tests.daemon.conftest import Start
+from tests.daemon.helpers import client_of
 from tests.daemon.leases.line import Line, Talk
-from tests.node import TOKEN, Answer, Node, as_listed, unjudged
+from tests.harness import wait_until
+from tests.node import TOKEN, Answer, Node, as_listed, outlined, unjudged
 
 pytestmark = [pytest.mark.real_daemon(535), needs_root]
 
@@ -27,6 +29,26 @@ operators = ["{OPERATOR}", "%{GROUPS[Role.OPERATOR]}"]
 admins = ["{ADMIN}", "%{GROUPS[Role.ADMIN]}"]
 """
 """Users and groups may be configured by their numbers."""
+
+_BECOME: Final = f"""
+os.setgroups([])
+os.setresgid({USER}, {USER}, {USER})
+os.setresuid({USER}, {USER}, {USER})
+"""
+_NEW_USER, _NEW_PID = 0x10000000, 0x20000000
+"""From linux/sched.h; os.unshare came with CPython 3.12."""
+
+CONTAINED: Final = {
+    "user namespace": f"import ctypes, json, os, socket{_BECOME}assert ctypes.CDLL(None).unshare({_NEW_USER}) == 0\n",
+    "pid namespace": f"""
+import ctypes, json, os, socket
+assert ctypes.CDLL(None).unshare({_NEW_PID}) == 0
+if pid := os.fork():
+    os._exit(os.waitpid(pid, 0)[1])
+{_BECOME}""",
+    "node that is closed": f"import json, os, socket{_BECOME}",
+}
+"""How a program becomes one of the plain user that sees sums only; the last one is not contained."""
 
 ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES]
 
@@ -210,7 +232,12 @@ class TestAnothersLease:
 
     @pytest.mark.parametrize("waiting", [False, True])
     @pytest.mark.parametrize(
-        ("method", "path"), [(route.method, route.path) for route in ROUTES if route.path.startswith("/v1/leases/{id}")]
+        ("method", "path"),
+        [
+            (route.method, route.path)
+            for route in ROUTES
+            if route.path.startswith("/v1/leases/{id}") and route.name != "getLease"  # TestSeeing has this one
+        ],
     )
     def test_every_route_of_a_lease(self, line: Line, method: str, path: str, waiting: bool) -> None:  # noqa: FBT001
         """Every route that names a lease is refused to a user that is not its owner, without effect.
@@ -272,21 +299,98 @@ class TestAnothersLease:
 class TestSeeing:
     """The information that a user gets about other users."""
 
-    def test_closed(self, line: Line) -> None:
-        """By default a user sees its own leases with their environment, and the sums of the rest.
-
-        An administrator sees all.
-        """
+    def test_outlines(self, line: Line) -> None:
+        """A user sees its own leases with their environment, and an outline of the rest. An administrator sees all."""
         mine = line.granted(uid=USER, threads=10, memory="1GiB", gpu="0")
-        theirs = line.granted(uid=OTHER, threads=30, memory="2GiB", gpu="1")
-        seen = line.call("GET", "/v1/leases", uid=USER).answer().json
-        assert [unjudged(each) for each in seen["leases"]] == [as_listed(mine)]
-        assert seen["others"] == {"leases": 1, "waiting": 0, "threads_granted": 30.0, "memory_granted": 2 * 1024**3}
-        for uid in (ADMIN, None):
-            seen = line.call("GET", "/v1/leases", uid=uid).answer().json
-            assert {each["id"] for each in seen["leases"]} == {mine["id"], theirs["id"]}
-            assert seen["others"]["leases"] == 0
-        assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
+        labels = {"project": "secret"}
+        theirs = line.granted(uid=OTHER, threads=30, memory="2GiB", gpu="1", name="train", labels=labels)
+        _, waits = line.waits(uid=OTHER, threads=80, memory="1GiB", gpu="1", labels=labels)
+        path = f"/v1/leases/{theirs['id']}"
+        for uid in (USER, OBSERVER, OPERATOR, ADMIN, None):
+            answer, sees_all = line.call("GET", "/v1/leases", uid=uid).answer(), uid in {ADMIN, None}
+            seen = {each["id"]: unjudged(each) for each in answer.json["leases"]}
+            assert seen[mine["id"]] == (as_listed(mine) if sees_all or uid == USER else outlined(mine))
+            assert seen[theirs["id"]] == (as_listed(theirs) if sees_all else outlined(theirs))
+            assert (seen[waits["id"]]["wait"]["position"], seen[waits["id"]]["name"]) == (1, waits["name"])
+            assert (b"secret" in answer.body) is sees_all
+            assert answer.json["others"] == dict.fromkeys(answer.json["others"], 0)
+            alone = unjudged(line.call("GET", path, uid=uid).answer().json)
+            assert alone == (theirs if sees_all else outlined(theirs))
+            assert (line.call("GET", f"{path}/verify", uid=uid).answer().status == 200) is sees_all
+
+    def test_clients(self, make_node: Start) -> None:
+        """A user sees whose process holds memory on which GPU, for which lease, but not the program of another user."""
+        node = make_node(simulate=1, control=None, config=f'{CONFIG}[daemon]\nusers = "many"\n').start()
+        with client_of(node, OTHER) as theirs, calling(node.socket, uid=USER) as user:
+            assert theirs.hello["ok"]
+            found = {uid: self._client(node, caller) for uid, caller in ((USER, user), (None, node))}
+            (lease,) = node.leases()
+            assert found[None]["name"].startswith("python")
+            assert found[USER] == {**found[None], "name": ""}
+            assert (found[USER]["uid"], found[USER]["lease"], found[USER]["pid"]) == (OTHER, lease["id"], theirs.pid)
+            assert found[USER]["memory_held"] > 0
+
+    def _client(self, node: Node, caller: Caller | Node) -> Any:
+        """Return the client of a node as a caller sees it, once its memory was read, as a verification has it."""
+        for lease in node.leases():
+            node.get(f"/v1/leases/{lease['id']}/verify")
+
+        def seen() -> Any:
+            clients = caller.request("GET", "/v1/clients").json["clients"]
+            return next((each for each in clients if each["memory_held"]), None)
+
+        return wait_until(seen, what=f"a client with memory; the log is {node.stderr}")
+
+    @pytest.mark.parametrize("where", CONTAINED)
+    def test_sums(self, make_node: Start, where: str) -> None:
+        """A caller in a container sees its own leases and clients, and sums of the rest; without `api.open`, all do."""
+        is_closed = where == "node that is closed"
+        config = f'{CONFIG}[daemon]\nusers = "many"\n' + "[api]\nopen = false\n" * is_closed
+        node = make_node(simulate=1, control=None, config=config).start()
+        with (
+            client_of(node, OTHER, threads=30, memory="2GiB", name="theirs", labels={"team": "a"}) as client,
+            calling(node.socket, before=CONTAINED[where]) as user,
+            calling(node.socket, uid=USER) as outside,
+            calling(node.socket, uid=ADMIN) as admin,
+        ):
+            assert client.hello["ok"]
+            held = self._client(node, admin)["memory_held"]
+            mine = granted(outside)
+            theirs = next(each for each in node.leases() if each["id"] != mine)
+            seen = user.request("GET", "/v1/leases").json
+            assert [each["id"] for each in seen["leases"]] == [mine]
+            sums = {"leases": 1, "waiting": 0, "threads_granted": 30.0, "memory_granted": 2 * 1024**3}
+            assert seen["others"] == sums
+            clients = user.request("GET", "/v1/clients").json
+            assert clients == {"clients": [], "others": {"clients": 1, "memory_held": held}}
+            not_permitted(user.request("GET", f"/v1/leases/{theirs['id']}"))
+            not_permitted(user.request("GET", f"/v1/leases/{theirs['id']}/verify"))
+            (gpu,) = user.request("GET", "/v1/gpus").json["gpus"]
+            assert gpu["users"] == [USER]
+            assert f'uid="{OTHER}"' not in user.request("GET", "/metrics").body.decode()
+            assert "theirs" not in user.admit(threads=90, memory="1GiB").body.decode()
+            for by, keys in (("user", [str(USER)]), ("lease", [mine]), ("name", [None])):
+                found = user.request("GET", f"/v1/history?by={by}").json["history"]
+                assert [each["key"] for each in found] == keys
+            assert outside.request("GET", "/v1/leases").json["others"]["leases"] == int(is_closed)
+            assert outside.request("GET", "/v1/clients").json["others"]["clients"] == int(is_closed)
+            assert admin.request("GET", "/v1/leases").json["others"]["leases"] == 0
+
+    def test_history(self, make_node: Start, make_line: MakeLine) -> None:
+        """Users see what all users had, by user, name and lease; labels only of their own leases."""
+        line = make_line(make_node(simulate=1, control=None, config=f'{CONFIG}[daemon]\nusers = "many"\n').start())
+        leases = {
+            line.granted(uid=uid, threads=10, memory="1GiB", name=f"n{uid}", labels={"team": f"t{uid}"})["id"]
+            for uid in (USER, OTHER)
+        }
+        for by, keys in (
+            ("user", {str(USER), str(OTHER)}),
+            ("lease", leases),
+            ("name", {f"n{USER}", f"n{OTHER}"}),
+            ("label:team", {f"t{USER}"}),
+        ):
+            found = line.call("GET", f"/v1/history?by={by}", uid=USER).answer().json["history"]
+            assert {each["key"] for each in found} == keys
 
     def test_who_keeps_a_gpu(self, line: Line) -> None:
         """Everybody sees which uid keeps a GPU whose control daemon serves one uid at a time, and how much it has."""
@@ -297,19 +401,9 @@ class TestSeeing:
         refused = line.call("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "gpu": "0"}, uid=OTHER).answer().json
         assert refused["detail"].startswith(f"uid {USER} has 0.1 % and 1MiB of the GPU, ")
 
-    def test_users_of_a_shared_gpu(self, make_node: Start, make_line: MakeLine) -> None:
-        """Of a GPU that several users share, a user sees itself, and an administrator sees all."""
-        config = f'{CONFIG}[daemon]\nusers = "many"\n'
-        line = make_line(make_node(simulate=1, control=None, config=config).start())
-        for uid in (USER, OTHER):
-            line.granted(uid=uid, threads=1, memory="1GiB")
-        for uid, seen in ((USER, [USER]), (OBSERVER, []), (ADMIN, [USER, OTHER])):
-            (gpu,) = line.call("GET", "/v1/gpus", uid=uid).answer().json["gpus"]
-            assert gpu["users"] == sorted(seen)
-
     def test_token(self, make_node: Start, make_line: MakeLine) -> None:
         """A lease's token is visible to its owner and to administrators, and only where a single lease is requested."""
-        line = make_line(make_node(simulate=1, config=f"{CONFIG}[api]\nopen = true\n").start())
+        line = make_line(make_node(simulate=1, config=CONFIG).start())
         lease = line.granted(uid=USER, threads=10, memory="1GiB", ttl=1000)
         path, token = f"/v1/leases/{lease['id']}", lease["env"][TOKEN]
         assert len(bytes.fromhex(token)) >= 16
@@ -323,21 +417,19 @@ class TestSeeing:
                 assert token not in line.call("GET", f"{path}{other}", uid=uid).answer().body.decode()
         for uid in (OTHER, OBSERVER, OPERATOR):
             seen = unjudged(line.call("GET", path, uid=uid).answer().json)
-            assert (seen["env"]["MPSD_LEASE"], seen) == (lease["id"], as_listed({**lease, "expires": seen["expires"]}))
+            assert seen == outlined({**lease, "expires": seen["expires"]})
         assert line.call("DELETE", path, uid=USER).answer().status == 204
         for told in ("/v1/events?after=0", "/v1/status", "/v1/clients", "/metrics"):
             assert token not in line.call("GET", told, uid=None).answer().body.decode()
         assert token not in line.node.stderr.read_text()
 
-    def test_open(self, make_node: Start, make_line: MakeLine) -> None:
-        """With `api.open`, which a reload applies, every user sees all leases, but still changes only its own."""
-        line = make_line(make_node(simulate=1, config="").start())
+    def test_reload(self, make_node: Start, make_line: MakeLine) -> None:
+        """A reload opens the node: then every user sees all leases, but still changes only its own."""
+        line = make_line(make_node(simulate=1, config="[api]\nopen = false\n").start())
         lease = line.granted(uid=USER, threads=10, memory="1GiB")
         path = f"/v1/leases/{lease['id']}"
         not_permitted(line.call("GET", path, uid=OTHER).answer())
-        assert line.node.reload("[api]\nopen = true\n")["applied"] == ["api.open"]
-        assert unjudged(line.call("GET", path, uid=OTHER).answer().json) == as_listed(lease)
-        (listed,) = line.call("GET", "/v1/leases", uid=OTHER).answer().json["leases"]
-        assert unjudged(listed) == as_listed(lease)
+        assert line.node.reload("")["applied"] == ["api.open"]
+        assert unjudged(line.call("GET", path, uid=OTHER).answer().json) == outlined(lease)
         not_permitted(line.call("DELETE", path, uid=OTHER).answer())
         not_permitted(line.call("POST", f"{path}/renew", {"ttl": 1}, uid=OTHER).answer())

@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, stopped
+from tests.daemon.helpers import BRISK, stopped
 from tests.daemon.leases.conftest import MakeLine
 from tests.daemon.leases.line import Call, Line
 from tests.harness import wait_until
@@ -148,15 +148,14 @@ class TestWhatItWaitsFor:
         assert call.answer().json["id"] == lease["id"]
 
     @needs_root
-    def test_own_place_only(self, line: Line) -> None:
-        """A user sees its own position, and how many others wait."""
+    def test_places_of_all(self, line: Line) -> None:
+        """A user sees its own position, and who waits before it."""
         fill(line)
-        line.waits(uid=ANN, **SMALL)
+        _, first = line.waits(uid=ANN, **SMALL)
         _, lease = line.waits(uid=BOB, **SMALL)
-        seen = line.call("GET", "/v1/leases", uid=BOB).answer().json
-        assert ids(seen["leases"]) == [lease["id"]]
-        assert seen["leases"][0]["wait"]["position"] == 2
-        assert seen["others"] == {"leases": 2, "waiting": 1, "threads_granted": 100.0, "memory_granted": GIB}
+        seen = line.call("GET", "/v1/leases", uid=BOB).answer().json["leases"]
+        places = {each["wait"]["position"]: (each["id"], each["owner"]["uid"]) for each in seen if each["wait"]}
+        assert places == {1: (first["id"], ANN), 2: (lease["id"], BOB)}
 
 
 class TestOrder:

@@ -101,7 +101,8 @@ function update(card, gpu, daemon, node, principal, done) {
   set(parts.daemon, "class", look(daemon?.state, gpu));
   say(parts.clients, `${gpu.clients + gpu.clients_unleased} of ${gpu.clients_max ?? "unknown"} client places taken`);
   const troubles = [gpu, ...(daemon ? [daemon] : [])].filter((each) => each.hint).map((each) => `${each.because}: ${each.hint}`);
-  if (gpu.refused && troubles.length === 0) troubles.push(`GPU ${gpu.index} admits no request: ${gpu.refused}`);
+  const { obstacle } = gpu;
+  if (obstacle && troubles.length === 0) troubles.push(`GPU ${gpu.index} is not for you now: ${obstacle.because}: ${obstacle.hint}`);
   say(parts.trouble, troubles.join("; "));
 
   const total = gpu.memory_total ?? 0;

@@ -305,13 +305,14 @@ def test_a_watched_list(make_node: Callable[..., Node], start: Start, number: si
     """A list that is repeated survives a restart of mpsd, and says that it is gone, and of when the list is."""
     node = make_node(simulate=1).start()
     process = start(node.socket, "daemons", "--no-headers", "--watch", "0.1")
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("gpu0 ")
+    rows = process.stdout
+    assert rows is not None
+    assert rows.readline().startswith("gpu0 ")
     node.end(number)
     assert re.fullmatch(r"mpsctl: mpsd is gone \(.+\); the list is of \d\d:\d\d:\d\d, and .*\n", line(process))
     node.start()
-    assert "ready" in process.stdout.readline()
-    assert process.poll() is None
+    assert node.mpsctl("hold", "gpu0").returncode == 0
+    wait_until(lambda: " held " in rows.readline(), what="the list to continue")
 
 
 def test_a_watched_list_of_no_mpsd(short_tmp: Path) -> None:

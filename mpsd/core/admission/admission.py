@@ -293,7 +293,7 @@ _MODE_UNKNOWN: Final = Refusal("health", "whether the node is closed is unknown 
 def said_of_clients(need: Amount) -> str:
     """Describe client processes, with their places where they take more than one each."""
     count = f"{need.clients} client processes"
-    return f"{count}, which take {need.places} places by their {MAX_CONNECTIONS}," if need.extra else count
+    return f"{count}, which take {need.places} client places by their {MAX_CONNECTIONS}," if need.extra else count
 
 
 # -- whether a request fits --------------------------------------------------------------------------------------------

@@ -359,7 +359,7 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
             because = f"{format_size(need.memory)} of memory were requested, but only {left} are left"
         case _:
             left = f"{max(free.places, 0)} of {offer.clients}"
-            because = f"{said_of_clients(need)} were requested, but only {left} places are left"
+            because = f"{said_of_clients(need)} were requested, but only {left} client places are left"
             if offer.unleased.extra or held.amount.extra:
                 because += f": others' {MAX_CONNECTIONS} take several each"
     if limit != "user" and offer.unleased.clients:

@@ -52,8 +52,8 @@ def test_requested(node: Node) -> None:
     assert NAME not in plain["env"]
     answer = node.request("POST", "/v1/leases", {**TINY, "connections": 32})
     assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "does_not_fit", "clients")
-    assert f"which take 12 places by their {NAME}" in answer.json["detail"]
-    assert "only 10 of 47 places are left" in answer.json["detail"]
+    assert f"which take 12 client places by their {NAME}" in answer.json["detail"]
+    assert "only 10 of 47 client places are left" in answer.json["detail"]
     assert node.request("POST", "/v1/leases", {**TINY, "processes": 4, "connections": 32}).json["code"] == "never_fits"
     for wrong in (0, 33, "8"):
         assert node.request("POST", "/v1/leases", {**TINY, "connections": wrong}).status == 422

@@ -2,17 +2,21 @@
 
 import csv
 import io
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from mpsd.cli.commands import lists
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.model import LeaseState
-from tests.cli.conftest import mpsctl_as_nobody
-from tests.daemon.caller import needs_root
+from tests.cli.conftest import ROOT, mpsctl_as_nobody
+from tests.daemon.caller import NOBODY, needs_root
 from tests.hanging import hang, hanging
 from tests.harness import HANGING, wait_until
 from tests.node import Node
@@ -38,10 +42,9 @@ def training(simulated: Node) -> Iterator[SimulatedClient]:
         yield client
 
 
-def rows(node: Node, *arguments: str, by_nobody: bool = False) -> list[dict[str, str]]:
+def rows(node: Node, *arguments: str) -> list[dict[str, str]]:
     """Return the rows of the list."""
-    call = (lambda *them: mpsctl_as_nobody(node, *them)) if by_nobody else node.mpsctl
-    done = call("clients", "-o", "csv", *arguments)
+    done = node.mpsctl("clients", "-o", "csv", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return [*csv.DictReader(io.StringIO(done.stdout))]
 
@@ -62,13 +65,25 @@ def test_who_uses_what(simulated: Node, training: SimulatedClient) -> None:
         assert rows(simulated, "--name", "eval") == rows(simulated, "--label", "team=audio") == []
 
 
+READ: Final = """
+import json, os, sys
+from mpsd.cli.command_lines import of_clients
+os.setresuid(*3 * (int(sys.argv[1]),))
+print(json.dumps(of_clients(json.loads(sys.argv[2]))))
+"""
+
+
 @needs_root
 def test_command_lines_of_others(simulated: Node, training: SimulatedClient) -> None:
-    """A user without rights sees no command line of others; root sees all."""
-    pid = f"{training.hello['pid']}"
-    assert "launch.py" in {each["pid"]: each["command"] for each in rows(simulated)}[pid]
-    commands = [each["command"] for each in rows(simulated, by_nobody=True)]
-    assert [each for each in commands if "launch.py" in each] == []
+    """A user without rights sees no command line of others; root sees all, but none of a pid with another name."""
+    pid = training.hello["pid"]
+    (client,) = simulated.get("/v1/clients").json["clients"]
+    for uid, name, shown in ((0, client["name"], True), (NOBODY, client["name"], False), (0, "another", False)):
+        command = [sys.executable, "-c", READ, str(uid), json.dumps([{**client, "name": name}])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert [*json.loads(done.stdout)] == ([f"{pid}"] if shown else [])
+    listed = csv.DictReader(io.StringIO(mpsctl_as_nobody(simulated, "clients", "-o", "csv").stdout))
+    assert [each for each in listed if "launch.py" in each["command"]] == []
 
 
 @needs_root

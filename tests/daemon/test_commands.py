@@ -289,7 +289,7 @@ class TestCheck:
 
 def test_mpsd_imports_no_library_of_top(short_tmp: Path) -> None:
     """A running mpsd has imported nothing that draws, not even what structlog would import of it."""
-    node = Node(root=short_tmp, simulate=1)
+    node = Node(root=short_tmp, simulate=1, arguments=("--stop-daemons-on-exit",))
     program = [sys.executable, "-X", "importtime", *node.command[1:]]
     with node.stderr.open("wb") as log, subprocess.Popen(program, cwd=_ROOT, stderr=log) as mpsd:
         wait_until(lambda: node.socket.exists() and node.get("/healthz").status == 200, what="mpsd to answer")

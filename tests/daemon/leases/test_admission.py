@@ -128,7 +128,7 @@ class TestPlacement:
     def test_gpu_that_is_not_there(self, node: Node, name: str) -> None:
         """A name that no GPU has is refused, and the refusal lists the GPUs of the node."""
         answer = admit(node, threads=1, memory="1MiB", gpu=name)
-        refused(answer, 422, "invalid_request")
+        refused(answer, 422, "invalid_request", "gpu")
         assert all(each["uuid"] in answer.json["hint"] for each in node.get("/v1/gpus").json["gpus"])
 
     def test_spread(self, make_node: Start) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli.command import SignalledError, attempt, note
+from mpsd.cli.group import LOOKS
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
@@ -53,12 +54,18 @@ def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:
     """Return the id of the lease that a text names: one of the caller's own, and a living one before an ended one.
 
     A lease of another user is meant where the caller, unless that is root, has none of that name. The result is None
-    where the text names no lease. Raises InvalidRequestError where the text is ambiguous.
+    where the text names no lease. Raises InvalidRequestError where the text is ambiguous, and NotFoundError where it is
+    so among ended leases, and the command is for living ones.
     """
     for own in (True, False):
         for over in (False, True):
             some = [each for each in leases if is_own(each) is own and (each["state"] == _ENDED) is over]
             found = _matching(some, meant)
+            if len(found) > 1 and over and click.get_current_context().info_name not in LOOKS:
+                raise NotFoundError(
+                    f"no lease {meant!r} lives, and these ended: {_listed([*map(_described, found)])}",
+                    hint=f"what lives: mpsctl leases; one that ended: mpsctl show {found[0]['id']}",
+                )
             if len(found) > 1:
                 raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
             if found:
@@ -73,18 +80,24 @@ def is_own(lease: "answer_types.Lease") -> bool:
 
 def ambiguous(meant: str, candidates: Sequence[str], example: str) -> InvalidRequestError:
     """Return the refusal of a text that may name several leases; `example` is the id of one of them."""
-    more = ", ..." if len(candidates) > _MOST_CANDIDATES else ""
     return InvalidRequestError(
-        f"{meant!r} is ambiguous: {', '.join(candidates[:_MOST_CANDIDATES])}{more}",
+        f"{meant!r} is ambiguous: {_listed(candidates)}",
         hint=f"name the lease by its id, such as {click.get_current_context().command_path} {example}",
     )
 
 
+def _listed(candidates: Sequence[str]) -> str:
+    return ", ".join([*candidates[:_MOST_CANDIDATES], *(["..."] if len(candidates) > _MOST_CANDIDATES else [])])
+
+
 def own() -> str:
-    """Return the lease that this process runs under. Raises click.UsageError where its environment names none."""
+    """Return the lease that this process runs under. Raises InvalidRequestError where its environment names none."""
     if lease := os.environ.get(_VARIABLE):
         return lease
-    raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
+    raise InvalidRequestError(
+        f"no LEASE is named, and {_VARIABLE} is not set: this process has none of its own",
+        hint=f"{click.get_current_context().command_path} LEASE; the leases: mpsctl leases --mine",
+    )
 
 
 REMOVES: Final = 'eval "$(mpsctl release -o env)"'

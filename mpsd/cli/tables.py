@@ -11,8 +11,10 @@ _GAP: Final = "  "
 _READABLE: Final = 8
 """The cells to which a narrow terminal cuts a text before it drops a column."""
 _BAR: Final = 10
-_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
-"""The first characters of a cell that a spreadsheet reads as a formula."""
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""The first characters of a cell that a spreadsheet reads as a formula; the last four are the first four, full width.
+
+Source: OWASP, "CSV Injection"."""
 
 _COLOURS: Final = {
     **dict.fromkeys(("ok", "ready", "granted", "done"), "32"),

@@ -94,8 +94,8 @@ class Offer(Struct, frozen=True):
     many_users: bool
     """Whether its daemon serves several uids at once; otherwise clients of a second uid wait until those of the first
     have exited."""
-    knows_many_users: bool = False
-    """Whether its control program is known to be able to."""
+    many_users_by: str = ""
+    """What an administrator does to have it serve several users; empty where its program is not known to be able to."""
     clients_max: int = CLIENTS_VOLTA
     """The client places that it has."""
     client_priority: bool = True

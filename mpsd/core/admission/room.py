@@ -346,11 +346,10 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
             because = (
                 f"uid {other} has {said(held.uids[other])} of the GPU, and its control daemon serves one uid at a time"
             )
-            several = 'daemon.users = "many"'
-            if offer.knows_many_users:
+            if several := offer.many_users_by:
                 hint = f"{WAIT_HINT}, or ask an administrator to have the control daemon serve several users: {several}"
             else:
-                hint = f"{WAIT_HINT}; only drivers 555 and newer serve several users at a time ({several})"
+                hint = f"{WAIT_HINT}; only drivers 555 and newer serve several users at a time"
         case "threads":
             left = f"{max(free.threads, 0) / 10:g} %"
             because = f"{need.threads / 10:.1f} % of the threads were requested, but only {left} are left"

@@ -135,11 +135,14 @@ def json(kind: type[J], status: int = 200, *, not_ok: int | None = None) -> Answ
     )
 
 
-async def encoded(answers: Iterable[J], pause: Pause) -> list[J]:
-    """Return answers as the JSON text that each becomes in an answer, made one by one: many would take long at once."""
+async def encoded(answers: Iterable[J | Raw], pause: Pause) -> list[J]:
+    """Return answers as the JSON text that each becomes in an answer, made one by one: many would take long at once.
+
+    One may be such a text already.
+    """
     texts: list[Any] = []
     for answer in answers:
-        texts.append(Raw(to_json(answer)))
+        texts.append(answer if isinstance(answer, Raw) else Raw(to_json(answer)))
         await pause()
     return texts
 

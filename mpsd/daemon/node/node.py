@@ -16,7 +16,7 @@ from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Claim, Inventory, Lease, LeaseRequest, LeaseState, Owner, Reading, ViolationKind
+from mpsd.core.model import Claim, Daemon, Inventory, Lease, LeaseRequest, LeaseState, Owner, Reading, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings, Users
@@ -368,6 +368,13 @@ class Node:
             self._offers = [self._offer(each, closed=closed) for each in supervisors]
         return self._offers
 
+    def _many_users_by(self, daemon: Daemon) -> str:
+        """Return what an administrator does to have a control daemon serve several users; empty if it cannot."""
+        if not self.control_daemons.knows_many_users:
+            return ""
+        is_set = self.settings.current.daemon.users is Users.MANY
+        return f"mpsctl restart {daemon.name}" if is_set else 'daemon.users = "many"'
+
     def _offer(self, supervisor: Supervisor, *, closed: bool | None) -> Offer:
         """Return what a GPU offers now, by its hardware, the state of its control daemon, and the settings."""
         gpu, settings = supervisor.gpu, self.settings.current
@@ -386,7 +393,7 @@ class Node:
             smallest_share=settings.admission.smallest_share.tenths,
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
-            knows_many_users=self.control_daemons.knows_many_users,
+            many_users_by=self._many_users_by(daemon),
             client_priority=daemon.has_client_priority,
             refusal=Refusal(reason.kind.limit, reason.because, reason.hint, reason.uids)
             if reason is not None

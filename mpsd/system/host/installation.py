@@ -92,7 +92,7 @@ class Installation:
             del self._noted[earlier]
         if configuration is not None:
             self.configure(configuration)
-        elif not USUAL.exists():
+        elif not os.path.lexists(USUAL):
             self._write(USUAL, (share() / "mpsd/mpsd.toml").read_bytes())
         self._note()
         for path in wanted:
@@ -107,9 +107,9 @@ class Installation:
         data, there = text.encode(), atomic_file.read(usual)
         if there == data:
             self.say(f"{usual} is up to date")
-        elif there is None:
+        elif not os.path.lexists(usual):
             self._write(usual, data)
-        else:
+        else:  # also beside a link whose target is not there now
             new = proposed(usual)
             self._write(new, data)
             self.say(

@@ -101,3 +101,7 @@ def test_a_file_is_never_overwritten(short_tmp: Path) -> None:
     Installation(said.append).configure("# two\n", usual)
     assert (usual.read_text(), new.read_text()) == ("# one\n", "# two\n")
     assert f"mv {new} {usual} && mpsd check" in said[-1]
+    usual.unlink()
+    usual.symlink_to("not-mounted-yet")
+    Installation(said.append).configure("# three\n", usual)
+    assert (str(usual.readlink()), new.read_text()) == ("not-mounted-yet", "# three\n")

@@ -80,9 +80,9 @@ def test_nothing_left(taken: dict[str, Any], limit: str | None) -> None:
 
 
 def test_users() -> None:
-    """A GPU that another user has names that user, and the driver or the setting that serves several users."""
-    for knows, word in ((False, "only drivers 555 and newer"), (True, "ask an administrator")):
-        desk = Desk(offer(0, many_users=False, knows_many_users=knows))
+    """A GPU that another user has names that user, and the driver or the act that serves several users."""
+    for by, word in (("", "only drivers 555 and newer"), ("mpsctl restart gpu0", "several users: mpsctl restart gpu0")):
+        desk = Desk(offer(0, many_users=False, many_users_by=by))
         small = LeaseRequest(threads=ActiveThreadPercentage(200), memory=PinnedDeviceMemLimit(10))
         desk.ledger.submit(asked(small, uid=1000), now(0.0))
         (free,) = desk.ledger.free(1001, 0.0).values()

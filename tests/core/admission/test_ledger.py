@@ -196,7 +196,7 @@ class TestRefusals:
         with pytest.raises(DoesNotFitError) as plain:
             desk.ask(uid=BOB)
         assert "only drivers 555 and newer" in plain.value.hint
-        desk.offers(offer(0, many_users=False, knows_many_users=True))
+        desk.offers(offer(0, many_users=False, many_users_by='daemon.users = "many"'))
         with pytest.raises(
             DoesNotFitError, match=f"uid {ANN} has 1 % and 1GiB of the GPU, and its control daemon serves one uid"
         ) as refusal:

@@ -423,6 +423,21 @@ class TestSeeing:
             assert token not in line.call("GET", told, uid=None).answer().body.decode()
         assert token not in line.node.stderr.read_text()
 
+    def test_changes(self, line: Line) -> None:
+        """The list of another user has each change of a lease at once."""
+        lease = line.granted(uid=USER, threads=10, memory="1GiB", name="first")
+        path = f"/v1/leases/{lease['id']}"
+
+        def listed() -> Any:
+            found = line.call("GET", "/v1/leases?ended=true", uid=OTHER).answer().json["leases"]
+            return next(each for each in found if each["id"] == lease["id"])
+
+        assert [listed()["expires"], listed()["expires"]] == [None, None]
+        line.call("POST", f"{path}/renew", {"ttl": 1000}, uid=USER).answer()
+        assert listed()["expires"] is not None
+        line.call("DELETE", path, uid=USER).answer()
+        assert listed()["state"] == "ended"
+
     def test_reload(self, make_node: Start, make_line: MakeLine) -> None:
         """A reload opens the node: then every user sees all leases, but still changes only its own."""
         line = make_line(make_node(simulate=1, config="[api]\nopen = false\n").start())

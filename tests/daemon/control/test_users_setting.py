@@ -87,7 +87,7 @@ def test_accepted(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
 @needs_root
 @pytest.mark.parametrize("real", branches(535, 555))
 def test_proposed(make_node: Start, real: RealDaemon) -> None:
-    """The refusal of a second user proposes it only where it would work."""
+    """The refusal of a second user proposes it only where it would work, and a restart where that is missing."""
     node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "one"\n').start()
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
         assert ann.admit(threads=25, memory=GIB).status == 201
@@ -100,6 +100,8 @@ def test_proposed(make_node: Start, real: RealDaemon) -> None:
 
         if real.branch >= 555:
             wait_until(lambda: "daemon.users" in hint(), what="the program to be asked")
+            node.reload(MANY.format(limits=limits_for(real)))
+            assert "mpsctl restart gpu0" in hint()
         else:
             assert "daemon.users" not in hint()
 

@@ -15,18 +15,7 @@ from msgspec import Struct
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.holders import pardon_of, who_said
 from mpsd.core.lifecycle import State
-from mpsd.core.model import (
-    Daemon,
-    Drift,
-    GpuView,
-    Health,
-    Known,
-    Lease,
-    Quarantined,
-    Server,
-    Suspect,
-    UnforeseenAnswer,
-)
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, Lease, Quarantined, Server, Suspect, UnforeseenAnswer
 from mpsd.core.reload import RELOAD
 from mpsd.core.units import first_of, format_size
 
@@ -129,7 +118,7 @@ _ASK_HINT: Final = "only an operator of this node can change it: ask one"
 """The hint for other callers about all other reasons."""
 
 _USER_HINTS: Final = {
-    Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
+    Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it"
 }
 """The hints for users, for the kinds that have a remedy for a user."""
 

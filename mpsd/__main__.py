@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from mpsd.cli.groups import Commands, add_examples
 from mpsd.core.errors import ConfigurationError, ExhaustedError, MpsdError, OperatorError
 from mpsd.core.sanitize import plain
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mpsd.daemon.service import Plan
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mpsd")
 def cli() -> None:
     """Supervise NVIDIA MPS on this node: run a control daemon for each GPU, verify its limits, and admit clients.
@@ -203,9 +204,10 @@ def _plan(
     "--explain", "explains", is_flag=True, help="Print what the configuration means for users, and not the settings."
 )
 def check(config: Path | None, *, explains: bool) -> None:
-    """Validate the configuration, print the effective settings as TOML, and exit with 0 or 78.
+    """Validate the configuration, and print the effective settings.
 
-    Comments at the end show where NVIDIA's driver was found.
+    They are TOML; the exit status is 0, or 78 for an invalid configuration. Comments at the end show where NVIDIA's
+    driver was found.
     """
     from mpsd.core.configuration.document import document
     from mpsd.core.configuration.explanation import explain
@@ -257,12 +259,13 @@ def demo(*, no_shell: bool, until_eof: Path | None) -> None:
     import tempfile
 
     from mpsd import demo as show
+    from mpsd.cli.absent import DEMO
 
     if until_eof is not None:
         _simulate(until_eof, until_eof=True, announce=lambda: click.echo("ready"))
         shutil.rmtree(until_eof, ignore_errors=True)  # the process that should do this may have been killed
         return
-    with tempfile.TemporaryDirectory(prefix="mpsd-demo-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=DEMO, ignore_cleanup_errors=True) as name:
         root = Path(name)
         if no_shell or not (sys.stdin.isatty() and sys.stdout.isatty()):
             show.write_programs(root)
@@ -339,13 +342,24 @@ def _say(error: MpsdError) -> None:
     output.close(0.5)
 
 
+add_examples(cli, "mpsd")
+
+
 def main() -> None:
     """Run the program; an error of mpsd is printed, not raised."""
     try:
-        cli(prog_name="mpsd")
-    except MpsdError as error:
-        _say(error)
-        sys.exit(error.exit_code)
+        status = cli(prog_name="mpsd", standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.Abort:  # Ctrl-C before it runs
+        sys.exit(1)
+    except click.UsageError as mistake:
+        from mpsd.cli.mistakes import refusal
+
+        error = refusal(mistake, "mpsd")
+    except MpsdError as failure:
+        error = failure
+    _say(error)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -20,20 +20,21 @@ from mpsd.system.processes import foreground
 LOG: Final = "mpsd.log"
 """The file of the log in the node's directory, so that the demonstration is quiet."""
 
-_STEPS: Final = """\
- 1. Look at the node:      mpsctl status
- 2. Use a quarter of one:  mpsctl run --fraction 0.25 -- gpu-client
-      at its prompt:       alloc 1GiB, then alloc 40GiB, help, exit
- 3. Give half to a job:    mpsctl run --fraction 0.5 --name job -- sleep 600 &
-      who has what:        mpsctl leases
- 4. Ask for too much:      mpsctl run --fraction 0.8 --gpu 0 -- true
- 5. End the job's lease:   mpsctl release job
-"""
+STEPS: Final = {
+    "mpsctl status": "shows the node: its faults, and the command for each",
+    "mpsctl run --fraction 0.25 -- gpu-client": "runs a client of MPS on a quarter of a GPU; `help` and `exit` work",
+    "mpsctl run --fraction 0.5 --name job -- sleep 600 &": "runs a job under a lease on half of a GPU",
+    "mpsctl leases": "shows who has which share of which GPU",
+    "mpsctl release job": "ends the lease of the job",
+}
+"""The commands to try, and what each does: README.md has the same."""
+
+_TRY: Final = "".join(f" {number}. {each}\n      {does}\n" for number, (each, does) in enumerate(STEPS.items(), 1))
 
 _IN_A_SHELL: Final = f"""\
 A simulated node with two GPUs runs until you leave this shell. Try:
 
-{_STEPS}
+{_TRY}
 `mpsctl help` lists all commands. `exit` ends the node and removes its files.
 """
 
@@ -42,7 +43,7 @@ A simulated node with two GPUs is running. In a second terminal:
 
     export MPSD_SOCKET={{socket}} PATH={{programs}}:$PATH
 
-{_STEPS}
+{_TRY}
 Ctrl-C ends the node and removes its files."""
 
 _GOODBYE: Final = """\
@@ -88,7 +89,7 @@ def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
             raise InternalError("the simulated node did not start", hint=f"its log:\n{_log(root)}")
         click.echo(_IN_A_SHELL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        command, more = interactive_shell("mpsd demo", variables, environment)
+        command, more = interactive_shell("mpsd demo", variables, environment, root)
         try:
             status = foreground.run(command, {**environment, **variables, **more})
         except OSError as error:

@@ -230,9 +230,13 @@ class SignalledError(Exception):
 
 def say(error: MpsdError) -> None:
     """Print an error: one sentence, its code, and a hint."""
-    more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
-    detail, hint = as_here(plain(error.detail)), as_here(plain(error.hint))
-    click.echo(f"mpsctl: {detail} [{error.code}]\n  hint: {hint}{more}", err=True)
+    hint = error.hint
+    if isinstance(error, UnreachableError):
+        from mpsd.cli import absent  # it looks at the machine
+
+        more = "mpsctl doctor diagnoses the node, even without mpsd"
+        hint = f"{hint}; {more}" if error.socket is None else absent.remedy(absent.situation(error.socket))
+    click.echo(f"mpsctl: {as_here(plain(error.detail))} [{error.code}]\n  hint: {as_here(plain(hint))}", err=True)
 
 
 def note(text: str) -> None:

@@ -1,42 +1,67 @@
 """The commands of `mpsctl`, each of which is imported when it is called."""
 
 import importlib
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import click
 
 from mpsd import __version__
+from mpsd.cli.groups import Commands, add_examples
 from mpsd.cli.options import refuse_empty
 from mpsd.client import Api
 from mpsd.client.connection import SOCKET
 
-_COMMANDS: Final = {
-    "admit": ("admit", "attach", "claim", "hand-over", "release", "renew", "run", "shell"),
-    "cluster": ("cluster",),
-    "container": ("cdi", "container"),
-    "doctor": ("doctor",),
-    "events": ("events", "explain"),
-    "lists": ("clients", "config", "daemons", "gpus", "leases", "show", "usage"),
-    "metrics": ("metrics",),
-    "operate": ("drain", "end", "hold", "pardon", "reload", "reset", "restart", "resume"),
-    "service": ("service",),
-    "status": ("status", "top", "web"),
-    "verify": ("verify",),
+SECTIONS: Final = {
+    "See": {
+        "status": "status",
+        "gpus": "lists",
+        "leases": "lists",
+        "clients": "lists",
+        "daemons": "lists",
+        "top": "status",
+        "web": "status",
+        "events": "events",
+        "explain": "events",
+        "usage": "lists",
+        "config": "lists",
+        "doctor": "doctor",
+        "help": "",
+    },
+    "Take": {
+        "run": "admit",
+        "shell": "admit",
+        "admit": "admit",
+        "show": "lists",
+        "verify": "verify",
+        "renew": "admit",
+        "release": "admit",
+        "attach": "admit",
+        "claim": "admit",
+        "hand-over": "admit",
+    },
+    "Operate": {
+        "hold": "operate",
+        "drain": "operate",
+        "resume": "operate",
+        "restart": "operate",
+        "reset": "operate",
+        "reload": "operate",
+        "end": "operate",
+        "pardon": "operate",
+        "service": "service",
+    },
+    "Integrate": {"container": "container", "cdi": "container", "cluster": "cluster", "metrics": "metrics"},
 }
-"""The commands in each module of mpsd.cli.commands, under their own names (with `_` for `-`)."""
+"""The commands by what they are for, each with its module of mpsd.cli.commands, where its name has `_` for `-`."""
 
-_MODULES: Final = {name: f"mpsd.cli.commands.{module}" for module, names in _COMMANDS.items() for name in names}
+_MODULES: Final = {name: module for commands in SECTIONS.values() for name, module in commands.items()}
+
+NAMES: Final = (*_MODULES,)
+LOOKS: Final = frozenset((*SECTIONS["See"], "show", "verify", "metrics"))
+"""The commands that change nothing."""
 
 _HELP: Final = "help"
-_NAMES: Final = sorted((*_MODULES, _HELP))
-
-
-def _no_such_command(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, _NAMES, n=3)
-    suggestion = f" Did you mean {' or '.join(near)}?" if near else " See: mpsctl --help"
-    return f"No such command {name!r}.{suggestion}"
 
 
 def _commands(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
@@ -55,36 +80,33 @@ def help_(context: click.Context, command: tuple[str, ...]) -> None:
     for name in command:
         group = found.command
         if not isinstance(group, click.Group):
-            raise click.UsageError(f"{found.command_path} has no commands.")
+            raise click.UsageError(f"{found.command_path} has no commands")
         _, child, _ = group.resolve_command(found, [name])
         assert child is not None  # noqa: S101 - resolve_command raises where there is none
         found = click.Context(child, found, name)
     click.echo(found.get_help())
 
 
-class _Commands(click.Group):
+class _Commands(Commands):
     """The commands, each imported when it is first used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(_NAMES)
+        return list(NAMES)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for an unknown name, raise UsageError with similar names."""
-        if args[0] not in _NAMES and not args[0].startswith("-") and not ctx.resilient_parsing:
-            raise click.UsageError(_no_such_command(args[0]), ctx)
-        return super().resolve_command(ctx, args)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        if cmd_name == _HELP:
-            return help_
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _MODULES:
             return None
-        module = importlib.import_module(_MODULES[cmd_name])
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
-        refuse_empty(command)
+        if cmd_name == _HELP:
+            command: click.Command = help_
+        else:
+            module = importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}")
+            command = getattr(module, cmd_name.replace("-", "_"))
+            refuse_empty(command)
+        add_examples(command, f"{ctx.command_path} {cmd_name}")
         return command
+
+    def sections(self, ctx: click.Context) -> Mapping[str, Iterable[str]]:  # noqa: ARG002 - as above
+        return SECTIONS
 
 
 EXIT_STATUS: Final = {

@@ -46,12 +46,18 @@ def _outcome() -> int:
     from mpsd.core.errors import MpsdError
 
     try:
-        mpsctl(prog_name="mpsctl")
+        status = mpsctl(prog_name="mpsctl", standalone_mode=False)
+        return status if isinstance(status, int) else 0
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
-    except MpsdError as error:
-        say(error)
-        return error.exit_code
+    except click.Abort:  # Ctrl-D at a question
+        return 1
+    except (click.UsageError, MpsdError) as error:
+        from mpsd.cli import mistakes  # its imports take longer than those of most commands
+
+        refusal = mistakes.with_command(error) if isinstance(error, MpsdError) else mistakes.refusal(error)
+        say(refusal)
+        return refusal.exit_code
     except SignalledError as signalled:
         signalled.end()
     except OSError as error:

@@ -6,7 +6,7 @@ Completions are the names that a running mpsd has. On any failure, there are non
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial, reduce
 from math import inf
@@ -206,7 +206,17 @@ FRACTION: Final = _Notation("fraction", _fraction)
 NODES: Final = _Notation("nodes", _nodes)
 """A number of nodes, or a percentage of them."""
 
-UID: Final = _Notation("user", _uid)
+
+class _User(_Notation):
+    """A user; a shell completes the users of this machine."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(each) for each in user_names(ctx, param, incomplete)]
+
+
+UID: Final = _User("user", _uid)
 """A uid, from the name of a user, or from a number, with or without an account here."""
 
 MOMENT: Final = _Notation("time", lambda text: parse_moment(text, datetime.now(UTC)))
@@ -246,23 +256,40 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
 daemon_names: Final = _offering(lambda api: [(each["name"], each["state"]) for each in api.daemons()["daemons"]])
 gpu_names: Final = _offering(lambda api: [(f"{each['index']}", each["name"]) for each in api.gpus()["gpus"]])
 client_pids: Final = _offering(lambda api: [(f"{each['pid']}", each["name"]) for each in api.clients()["clients"]])
-lease_names: Final = _offering(
-    lambda api: [
-        (each["id"], each["name"])
-        for each in api.leases()["leases"]
-        if os.geteuid() in {0, each["owner"]["uid"]}  # most commands take no other
-    ]
-)
+
+
+def _leases(api: Api) -> Iterator[tuple[str, str | None]]:
+    """Yield the ids of the leases, and the names that a shell completes as one word, once each."""
+    uid = os.geteuid()  # most commands take no lease of another user
+    leases = [each for each in api.leases()["leases"] if uid in {0, each["owner"]["uid"]}]
+    yield from ((each["id"], each["name"]) for each in leases)
+    yield from {each["name"]: each["id"] for each in leases if re.fullmatch(r"[\w.+@%/-]+", each["name"])}.items()
+
+
+lease_names: Final = _offering(_leases)
+
+
+def user_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Offer the users of this machine."""
+    import pwd
+
+    return sorted({each.pw_name for each in pwd.getpwall() if each.pw_name.startswith(incomplete)})
+
+
+def programs(beginning: str = "") -> set[str]:
+    """Return the names of the programs in PATH that begin so."""
+    found = set[str]()
+    for directory in os.get_exec_path():
+        with contextlib.suppress(OSError):
+            listed = [each for each in os.scandir(directory) if each.name.startswith(beginning)]
+            found |= {each.name for each in listed if os.access(each, os.X_OK)}
+    return found
 
 
 def program(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
     """Offer the programs in PATH for the first word of a command; the shell completes paths and arguments."""
     from click.shell_completion import CompletionItem
 
-    found = set[str]()
-    if incomplete and "/" not in incomplete and not context.params.get("command"):
-        for directory in os.get_exec_path():
-            with contextlib.suppress(OSError):
-                listed = [each for each in os.scandir(directory) if each.name.startswith(incomplete)]
-                found |= {each.name for each in listed if os.access(each, os.X_OK)}
+    is_first = incomplete and "/" not in incomplete and not context.params.get("command")
+    found = programs(incomplete) if is_first else ()
     return [CompletionItem(each) for each in sorted(found)] or [CompletionItem(incomplete, type="file")]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from math import inf
+from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -16,6 +17,7 @@ import click
 from mpsd.cli.cells import cut
 from mpsd.cli.command import SignalledError, note
 from mpsd.cli.render import as_exports, span
+from mpsd.core.errors import InvalidRequestError
 from mpsd.core.sanitize import plain
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -109,9 +111,10 @@ class Progress:
 
 
 def confirm(question: str) -> None:
-    """Ask before an act that others feel; without a yes, exit with 1. Raises click.UsageError without a terminal."""
+    """Ask before an act that others feel; without a yes, exit with 1. Raises InvalidRequestError without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError(f"{plain(question)} Say so with --yes: there is no terminal to ask.")
+        line = shlex.join(["mpsctl", *sys.argv[1:], "--yes"])
+        raise InvalidRequestError(f"there is no terminal to ask: {question}", hint=f"to say yes: {line}")
     if not click.confirm(plain(question), err=True):
         click.get_current_context().exit(1)
 
@@ -125,33 +128,83 @@ exec {number}<&-
 [ -f ~/.bashrc ] && . ~/.bashrc
 {exports}
 PS1={prompt}"${{PS1:-\\\\$ }}"
+{completion}
 """
 
 _FISH: Final = """\
 functions --copy fish_prompt _mpsd_prompt
 function fish_prompt; echo -n {prompt}; _mpsd_prompt; end
+{completion}
 """
+
+_ZSHENV: Final = """\
+{restore}
+[[ -f ${{ZDOTDIR:-$HOME}}/.zshenv ]] && . ${{ZDOTDIR:-$HOME}}/.zshenv
+_mpsd_zdotdir=${{ZDOTDIR-}} ZDOTDIR={directory}
+"""
+
+_ZSHRC: Final = """\
+if [[ -n $_mpsd_zdotdir ]]; then ZDOTDIR=$_mpsd_zdotdir; else unset ZDOTDIR; fi
+unset _mpsd_zdotdir
+[[ -f ${{ZDOTDIR:-$HOME}}/.zshrc ]] && . ${{ZDOTDIR:-$HOME}}/.zshrc
+{exports}
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit -i -D }}
+{completion}
+"""
+"""The start-up files of a zsh that completes, which run those of the user first. Source: zsh(1), STARTUP/SHUTDOWN."""
+
+_COMPLETION: Final = {
+    "bash": 'eval "$({variable}=bash_source {program} 2>/dev/null)"',
+    "zsh": 'eval "$({variable}=zsh_source {program} 2>/dev/null)"',
+    "fish": "{variable}=fish_source {program} 2>/dev/null | source",
+}
+"""What switches the completion of a program on, by shell."""
+
+
+def _completion(shell: str) -> str:
+    programs = ("mpsctl", "mpsd")
+    return "\n".join(
+        _COMPLETION[shell].format(variable=f"_{program.upper()}_COMPLETE", program=program) for program in programs
+    )
 
 
 def interactive_shell(
-    label: str, variables: Mapping[str, str], environment: Mapping[str, str]
+    label: str, variables: Mapping[str, str], environment: Mapping[str, str], directory: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line of the user's shell, and the variables that put this label into its prompt.
 
     `variables` are exported again after the user's own start-up file. In zsh, whose start-up files set the prompt, the
-    label is on the right; in other shells the prompt is replaced.
+    label is on the right; in other shells the prompt is replaced. With a `directory` for start-up files, the shell
+    completes mpsctl and mpsd.
     """
     program = environment.get("SHELL") or _DEFAULT
     prompt = f"({label}) "
     match program.rpartition("/")[2]:
         case "bash":
             number = os.memfd_create("bashrc", 0)  # stays open until bash has read it
-            script = _BASH.format(number=number, exports=as_exports(variables), prompt=shlex.quote(prompt))
+            completion = "" if directory is None else _completion("bash")
+            script = _BASH.format(
+                number=number, exports=as_exports(variables), prompt=shlex.quote(prompt), completion=completion
+            )
             os.write(number, script.encode(errors="surrogateescape"))
             return [program, "--rcfile", f"/dev/fd/{number}", "-i"], {}
         case "fish":
-            return [program, "--init-command", _FISH.format(prompt=shlex.quote(prompt)), "-i"], {}
+            completion = "" if directory is None else _completion("fish")
+            script = _FISH.format(prompt=shlex.quote(prompt), completion=completion)
+            return [program, "--init-command", script, "-i"], {}
         case "zsh":
-            return [program, "-i"], {"RPS1": prompt.strip()}
+            more = {} if directory is None else _zsh(variables, environment, directory)
+            return [program, "-i"], {"RPS1": prompt.strip(), **more}
         case _:
             return [program, "-i"], {"PS1": f"{prompt}$ "}
+
+
+def _zsh(variables: Mapping[str, str], environment: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Write the start-up files of a zsh that completes, and return the variable that names their directory."""
+    before = environment.get("ZDOTDIR")
+    restore = "unset ZDOTDIR" if before is None else f"ZDOTDIR={shlex.quote(before)}"
+    own = shlex.quote(f"{directory}")
+    (directory / ".zshenv").write_text(_ZSHENV.format(restore=restore, directory=own), encoding="utf-8")
+    rc = _ZSHRC.format(exports=as_exports(variables), completion=_completion("zsh"))
+    (directory / ".zshrc").write_text(rc, encoding="utf-8")
+    return {"ZDOTDIR": f"{directory}"}

@@ -259,10 +259,13 @@ def _connect(path: str, deadline: float, trusted: Collection[int]) -> socket.soc
 
 def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError:
     match error.errno:
-        case errno.ENOENT | errno.ENOTDIR:
-            return UnreachableError(f"there is no socket {path}", hint=_START_IT)
-        case errno.ECONNREFUSED:
-            return UnreachableError(f"nothing listens on {path}", hint=_START_IT)
+        case errno.ENOENT | errno.ENOTDIR | errno.ECONNREFUSED:
+            is_there = error.errno == errno.ECONNREFUSED
+            absent = UnreachableError(
+                f"nothing listens on {path}" if is_there else f"there is no socket {path}", hint=_START_IT
+            )
+            absent.socket = path
+            return absent
         case errno.EACCES | errno.EPERM:
             refused = UnreachableError(
                 f"uid {os.getuid()} is not permitted to connect to {path}",

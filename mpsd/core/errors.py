@@ -332,6 +332,8 @@ class UnreachableError(MpsdError):
     code = "unreachable"
     exit_code = 69
     retryable = True
+    socket: str | None = None
+    """The path of the socket, where nothing listens on it."""
 
 
 class UntrustedSocketError(MpsdError):

@@ -105,7 +105,11 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
         Raises the errors of `parse_size`, and InvalidRequestError for a bare number below a MiB, since no user means so
         few bytes.
         """
-        size = parse_size(value)
+        try:
+            size = parse_size(value)
+        except InvalidRequestError as error:
+            error.limit = "pinned_device_mem_limit"
+            raise
         if size < MIB and is_bare(value):
             raise InvalidRequestError(
                 f"{size} is a number of bytes, and less than 1 MiB, the least that MPS takes",

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,35 +17,209 @@ from tests.node import Node
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
 
+RUN = "mpsctl run --fraction 0.25 -- python train.py"
+
 MISTAKES = {
-    "a command": (["stauts"], 2, "Did you mean status"),
-    "no command at all": (["frobnicate"], 2, "See: mpsctl --help"),
-    "an option": (["admit", "--treads", "10"], 2, "No such option"),
-    "two GPUs": (["admit", "--gpu", "0", "--gpu", "1", *SHARE], 2, "it takes one value, and was given 0 and 1"),
-    "no percentage": (["admit", "--threads", "a quarter", "--memory", "1GiB"], 2, "give a number such as 25, or 25%"),
-    "no time": (["admit", *SHARE, "--ttl", "0"], 2, "such as 90s, 10m or 2h"),
-    "an unknown time": (["admit", *SHARE, "--wait", "1 week"], 2, "such as 90s, 10m or 2h, or forever"),
-    "time before now": (["drain", "gpu0", "--timeout=-5"], 2, "give 0, a number of seconds above 0, or"),
-    "too long a time": (["admit", *SHARE, "--ttl", "10000000h"], 2, "give at most 11574d"),
-    "a hint of mpsd": (["admit", *SHARE, "--processes", "0"], 2, "from 1 to 1000, or any\n"),
-    "an empty lease": (["release", "--end-clients", ""], 2, "'[LEASE]...': it is empty; if a variable"),
-    "an empty lease beside others": (["show", "lease-nobody-has", ""], 2, "'[LEASE]...': it is empty"),
-    "an empty subject": (["explain", ""], 2, "'LEASE|DAEMON|GPU': it is empty"),
-    "an empty daemon": (["drain", ""], 2, "'[DAEMON]': it is empty"),
-    "an empty daemon of a canary": (["verify", "--canary", ""], 2, "'--canary': it is empty"),
-    "an empty GPU": (["admit", *SHARE, "--gpu", ""], 2, "'--gpu': it is empty"),
-    "an empty lease of a command below another": (["cdi", "remove", ""], 2, "'LEASE': it is empty"),
+    # commands
+    "stauts": "mpsctl status",
+    "frobnicate": "mpsctl --help",
+    "ps": "mpsctl clients",
+    "free": "mpsctl gpus",
+    "list": "mpsctl leases",
+    "squeue": "mpsctl leases",
+    "sacct": "mpsctl usage",
+    "logs": "mpsctl events",
+    "logs gpu0": "mpsctl explain gpu0",
+    "describe train": "mpsctl explain train",
+    "info": "mpsctl status",
+    "version": "mpsctl --version",
+    "get leases": "mpsctl leases",
+    "list gpu": "mpsctl gpus",
+    "kill": "mpsctl release LEASE",
+    "kill train": "mpsctl release train",
+    "kill 4711": "mpsctl end 4711",
+    "scancel train": "mpsctl release train",
+    "srun python train.py --lr 1": "mpsctl run --fraction 0.25 -- python train.py --lr 1",
+    "salloc": "mpsctl shell --fraction 0.25",
+    "set": "mpsctl config",
+    "lease": "mpsctl leases",
+    "demo": "mpsd demo",
+    "check --config x.toml": "mpsd check --config x.toml",
+    "service start": "systemctl start mpsd",
+    "service instal --dry-run": "mpsctl service install --dry-run",
+    "relaod": "mpsctl reload",
+    # a share, and a command
+    "run python train.py": RUN,
+    "run -- python train.py": RUN,
+    "run 0.5 python train.py": "mpsctl run --fraction 0.5 -- python train.py",
+    "run --fraction 0.25": RUN,
+    "run --fraction 0.25 --": RUN,
+    "run --threads 25 -- true": "mpsctl run --memory 8GiB --threads 25 -- true",
+    "run --memory 8GiB -- true": "mpsctl run --threads 25 --memory 8GiB -- true",
+    "admit 25": 'eval "$(mpsctl admit --threads 25 --memory 8GiB -o env)"',
+    "admit": "mpsctl admit --fraction 0.25",
+    "shell": "mpsctl shell --fraction 0.25",
+    "shell bash": "mpsctl run --fraction 0.25 -- bash",
+    # values
+    "run --fraction 25 -- true": "give a number such as 0.25, which is a quarter of a GPU:"
+    " mpsctl run --fraction 25% -- true",
+    "run --threads 25 --memory 8 -- true": "give the unit, if 8MiB or 8GiB was meant:"
+    " mpsctl run --threads 25 --memory 8GiB -- true",
+    "run --threads 25 --memory 8G -- true": "write 8GiB (times 1024) or 8GB (times 1000):"
+    " mpsctl run --threads 25 --memory 8GiB -- true",
+    "run --threads 25 --memory=8G -- true": "write 8GiB (times 1024) or 8GB (times 1000):"
+    " mpsctl run --threads 25 --memory=8GiB -- true",
+    "run --gpus all --fraction 0.1 -- true": "mpsctl run --gpus 2 --fraction 0.1 -- true",
+    "run --fraction 0.1 --ttl 2hours -- true": "mpsctl run --fraction 0.1 --ttl 2h -- true",
+    "run --fraction 0.1 --wait -- true": "mpsctl run --fraction 0.1 --wait 10m -- true",
+    "run --fraction 0.1 --wait '1 week' -- true": "mpsctl run --fraction 0.1 --wait 7d -- true",
+    "run --fraction 0.1 --label vision -- true": "mpsctl run --fraction 0.1 --label team=vision -- true",
+    "admit --fraction 0.1 --pid shell": "mpsctl admit --fraction 0.1 --pid $$",
+    "admit --fraction a-quarter": "mpsctl admit --fraction 0.25",
+    "renew train 2h": "mpsctl renew train --ttl 2h",
+    "renew train": "mpsctl renew train --ttl 2h",
+    "leases -o jsno": "mpsctl leases -o json",
+    "usage --since january": "mpsctl usage --since 2h",
+    "run --fraction 0.1 --name 'a\tb' -- true": "name is one line of text of at most 128 characters:"
+    " mpsctl run --fraction 0.1 --name 'a b' -- true",
+    "admit --fraction 0.1 --ttl 0": "mpsctl admit --fraction 0.1 --ttl 2h",
+    "admit --fraction 0.1 --ttl 10000000h": "mpsctl admit --fraction 0.1 --ttl 2h",
+    "admit --gpu 0 --gpu 1 --fraction 0.1": 'eval "$(mpsctl admit --threads 25 --memory 8GiB -o env)"',
+    "admit --processes 0 --fraction 0.1": "processes is a whole number from 1 to 1000, or any:"
+    " mpsctl admit --processes 2 --fraction 0.1",
+    "drain gpu0 --timeout=-5": "mpsctl drain gpu0 --timeout=1h",
+    # options
+    "leases --json": "mpsctl leases -o json",
+    "leases -u bob": "mpsctl leases --user bob",
+    "run --mem 8GiB --threads 5 -- true": "mpsctl run --memory 8GiB --threads 5 -- true",
+    "run --mem=8GiB --threads 5 -- true": "mpsctl run --memory=8GiB --threads 5 -- true",
+    "run -n train --fraction 0.1 -- true": "mpsctl run --name train --fraction 0.1 -- true",
+    "run --treads 25 --memory 8GiB -- true": "mpsctl run --threads 25 --memory 8GiB -- true",
+    "run --cpus 4 --fraction 0.1 -- true": RUN,
+    "events --tail 5": "mpsctl events --last 5",
+    "drain --gpu gpu0": "mpsctl drain gpu0",
+    "drain gpu1 --force": "mpsctl drain gpu1 --timeout 0",
+    "release --all": "mpsctl release $(mpsctl leases --mine -o name)",
+    "web --host 0.0.0.0": "mpsctl web --port 8080",
+    "-V": "mpsctl --version",
+    # arguments
+    "leases whisper": "mpsctl show whisper",
+    "status gpu0": "mpsctl explain gpu0",
+    "clients bob": "mpsctl clients --user bob",
+    "config daemon.deaths": "mpsctl config | grep daemon.deaths",
+    "doctor gpu": "mpsctl doctor --list",
+    "hold gpu0 gpu1": "mpsctl hold gpu0 && mpsctl hold gpu1",
+    "drain": "mpsctl drain DAEMON; their names: mpsctl daemons",
+    "end train": "mpsctl end PID; the pids: mpsctl clients",
+    "end 4194304": "to say yes: mpsctl end 4194304 --yes",
+    "top": "for a program: mpsctl clients -o json",
+    "explain": "mpsctl explain gpu0",
+    "release": "mpsctl release LEASE; the leases: mpsctl leases --mine",
+    "release --end-clients ''": "mpsctl release LEASE; the leases: mpsctl leases --mine",
+    "pardon": "mpsctl pardon USER; the quarantined: mpsctl status",
+    # an empty value, which comes from a variable that is not set
+    "show lease-nobody-has ''": "mpsctl show train",
+    "explain ''": "mpsctl explain gpu0",
+    "drain ''": "mpsctl drain DAEMON; their names: mpsctl daemons",
+    "verify --canary ''": "mpsctl verify --canary gpu0",
+    "admit --fraction 0.1 --gpu ''": "mpsctl admit --fraction 0.1 --gpu 0",
+    "cdi remove ''": "mpsctl cdi remove train",
+    # what is not there
+    "pardon nobody-of-this-name": "what is quarantined: mpsctl status",
+    "events --lease nosuch": "the leases: mpsctl leases --all",
+    "release nosuch": "list the leases: mpsctl leases",
 }
-"""The input, with its exit status and the text of the answer."""
+"""What a newcomer types behind `mpsctl`, and the hint of the answer."""
+
+NOT_THERE = {"pardon nobody-of-this-name", "events --lease nosuch", "release nosuch"}
 
 
-@pytest.mark.parametrize("arguments, status, says", MISTAKES.values(), ids=MISTAKES)  # noqa: PT006 - a line each
-def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> None:
-    """A mistake is answered on stderr, with the correct input."""
-    done = node.mpsctl(*arguments)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert says in done.stderr, done.stderr
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistakes(node: Node, in_path: dict[str, str], typed: str) -> None:
+    """A mistake is answered on stderr, with what to type, and changes nothing."""
+    done = in_a_shell(f"mpsctl {typed}", in_path)
+    status, code = (1, "not_found") if typed in NOT_THERE else (2, "invalid_request")
+    assert (done.returncode, done.stdout) == (status, "(exit 2)\n" if "-o env" in typed else "")
+    first, *hint = done.stderr.splitlines()
+    assert first.startswith("mpsctl: ")
+    assert first.endswith(f" [{code}]")
+    assert hint == [f"  hint: {MISTAKES[typed]}"]
     assert node.leases() == []
+    assert {each["state"] for each in node.daemons().values()} == {"ready"}
+
+
+def in_a_shell(line: str, environment: dict[str, str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a line in a shell, as a user types it."""
+    return subprocess.run(
+        ["sh", "-c", line],
+        env=environment, capture_output=True, text=True, timeout=60, check=False, **{"cwd": ROOT, **options},
+    )  # fmt: skip
+
+
+OF_MPSD = {
+    "status": "mpsctl status",
+    "leases --mine": "mpsctl leases --mine",
+    "ps": "mpsctl clients",
+    "restart": "systemctl restart mpsd",
+    "reload": "mpsctl reload",
+    "install": "mpsctl service install",
+    "run --fraction 0.25 -- python train.py": RUN,
+    "run python train.py": RUN,
+    "run --simulate": "mpsd run --simulate 2",
+    "run --simulate 0": "mpsd run --simulate 2",
+    "check mpsd.toml": "mpsd check --config mpsd.toml",
+    "chekc": "mpsd check",
+}
+"""What a newcomer types behind `mpsd`, and the hint of the answer."""
+
+
+@pytest.mark.parametrize("typed", OF_MPSD)
+def test_the_other_program(typed: str) -> None:
+    """A command of mpsctl that is typed as one of mpsd is answered with mpsctl, and mistakes as by mpsctl."""
+    command = [sys.executable, "-m", "mpsd", *shlex.split(typed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    first, hint = done.stderr.splitlines()
+    assert first.startswith("mpsd: ")
+    assert hint == f"  hint: {OF_MPSD[typed]}"
+
+
+PROGRAMS = {
+    "train.py": (127, "mpsctl run --fraction 0.25 -- python train.py"),
+    "./train.py": (126, "mpsctl run --fraction 0.25 -- python ./train.py"),
+    "program": (127, "mpsctl run --fraction 0.25 -- ./program"),
+    "'./program --lr 1'": (127, "mpsctl run --fraction 0.25 -- sh -c './program --lr 1'"),
+    "A=1 ./program": (127, "mpsctl run --fraction 0.25 -- env A=1 ./program"),
+    "cd /tmp": (127, "mpsctl run --fraction 0.25 -- sh -c 'cd /tmp'"),
+    "mpsclt status": (127, "mpsctl run --fraction 0.25 -- mpsctl status"),
+    "./plain": (126, "chmod +x ./plain"),
+    "/no/such": (127, "command -v /no/such"),
+}
+"""What newcomers want to run on a quarter of a GPU."""
+
+
+@pytest.mark.parametrize("typed", PROGRAMS)
+def test_programs(node: Node, in_path: dict[str, str], short_tmp: Path, typed: str) -> None:
+    """A program that cannot be executed is answered as by a shell, with what to type, before it waits for a lease."""
+    for name, mode in (("train.py", 0o644), ("plain", 0o644), ("program", 0o755)):
+        (short_tmp / name).write_text("#!/bin/sh\n")
+        (short_tmp / name).chmod(mode)
+    before = node.get("/v1/leases?ended=true").json["leases"]
+    done = in_a_shell(f"mpsctl run --fraction 0.25 {typed}", in_path, cwd=short_tmp)
+    status, hint = PROGRAMS[typed]
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.splitlines()[1:] == [f"  hint: {hint}"]
+    assert node.get("/v1/leases?ended=true").json["leases"] == before
+
+
+def test_leases_that_ended(node: Node) -> None:
+    """A name that only ended leases have is not ambiguous: nothing of it lives."""
+    for _ in range(2):
+        node.request("DELETE", f"/v1/leases/{node.lease(name='twice')['id']}")
+    done = node.mpsctl("release", "twice")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "[not_found]" in done.stderr
+    assert "hint: what lives: mpsctl leases;" in done.stderr
 
 
 SIXTY = ("--threads", "60", "--memory", "1GiB")
@@ -153,7 +329,14 @@ def test_no_fractions(node: Node, fraction: str, detail: str) -> None:
         ({"labels": {"a b": "c"}}, "a key of labels is text that matches ^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"),
         ({"labels": {f"a{number}": "" for number in range(33)}}, "labels is an object of at most 32 items"),
         ({"owner": {"uid": 1, "gid": 1, "groups": [-1]}}, "owner.groups[0] is a whole number from 0 to 4294967294"),
-        ({"threads": "10"}, "the fields are described in /v1/openapi.json, schema LeaseRequest"),
+        ({"gpu": 1}, 'write "gpu": "1"; gpu is one line of text'),
+        ({"ttl": "2h"}, 'write "ttl": 7200; ttl is a number above 0'),
+        ({"wait": "90s"}, 'write "wait": 90; wait is a number'),
+        ({"threads": "10%"}, 'write "threads": 10; the fields are described in /v1/openapi.json, schema LeaseRequest'),
+        ({"gpus": "1"}, 'write "gpus": 1; gpus is a whole number'),
+        ({"gpus": "1.5"}, "gpus is a whole number"),
+        ({"name": "\x1b[2J"}, "name is one line of text of at most 128 characters"),
+        ({"labels": {"a": "\n"}}, "labels[...] is one line of text of at most 128 characters"),
     ],
 )
 def test_valid_values(node: Node, body: dict[str, object], hint: str) -> None:

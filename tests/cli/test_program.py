@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mpsd import __version__
-from mpsd.cli.group import mpsctl
+from mpsd.cli.group import NAMES, mpsctl
 from mpsd.core.errors import catalogue
 from tests.cli.answering import answering, http
 from tests.cli.conftest import ROOT, end, mpsctl_as_nobody, run_mpsctl, start_mpsctl
@@ -25,10 +25,12 @@ MAIN = [sys.executable, "-m", "mpsd.cli.main"]
 
 
 def test_help() -> None:
-    """`--help` lists every command, every exit code of the catalogue, and how to enable completion."""
+    """`--help` lists every command by its purpose, every exit code of the catalogue, and how to enable completion."""
     done = subprocess.run([*MAIN, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
-    commands = re.findall(r"^  ([a-z]+)  ", done.stdout, re.MULTILINE)
-    assert commands == sorted(commands)
+    headings = re.findall(r"^([A-Z][a-z]+):$", done.stdout, re.MULTILINE)
+    assert headings == ["Options", "See", "Take", "Operate", "Integrate"]
+    commands = re.findall(r"^  ([a-z-]+)  ", done.stdout.partition("See:")[2], re.MULTILINE)
+    assert commands == [*NAMES]
     codes = set(map(int, re.findall(r"^ +(\d+)  ", done.stdout, re.MULTILINE)))
     assert codes >= {0, 1, 2, *(error.exit_code for error in catalogue())}
     assert "_MPSCTL_COMPLETE=bash_source" in done.stdout
@@ -83,7 +85,7 @@ def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
     """Invalid arguments exit with 2 and a message, without a request to mpsd."""
     done = run_mpsctl(short_tmp / "none", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Usage:" in done.stderr
+    assert re.fullmatch(r"mpsctl: .* \[invalid_request\]\n  hint: mps.*\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("program", ["mpsctl", "mpsd"])
@@ -233,7 +235,7 @@ def test_it_starts_light(node: Node) -> None:
         "mpsd.client.connection",
         "mpsd.cli",
         *(f"mpsd.cli.{name}" for name in ("cells", "command", "commands", "commands.status")),
-        *(f"mpsd.cli.{name}" for name in ("group", "main", "options")),
+        *(f"mpsd.cli.{name}" for name in ("examples", "group", "groups", "main", "options")),
         *(f"mpsd.cli.{name}" for name in ("render", "tables", "users", "views")),
         "mpsd.core",
         "mpsd.core.errors",

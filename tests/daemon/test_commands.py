@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import pytest
 
+from mpsd.demo import STEPS
 from tests.harness import below, wait_until
 from tests.node import Node
 from tests.terminals import Terminal
@@ -74,16 +75,16 @@ class TestDemo:
             environment = dict(os.environ)
             for name, value in re.findall(r"(MPSD_SOCKET|PATH)=(\S+)", said):
                 environment[name] = value.replace("$PATH", os.environ["PATH"])
-            tried = [line.partition(":  ")[2].strip() for line in said.splitlines() if ":  " in line]
+            tried = re.findall(r"^ \d\. (mpsctl .*)$", said, re.MULTILINE)
+            assert tried == [*STEPS]
             statuses = []
             for each in tried:
-                if each.startswith("mpsctl"):
-                    done = subprocess.run(
-                        ["sh", "-c", each.replace("sleep 600 &", "true")], env=environment, cwd="/", text=True,
-                        stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False,
-                    )  # fmt: skip
-                    statuses.append(done.returncode)
-            assert statuses == [0] * 6, tried
+                done = subprocess.run(
+                    ["sh", "-c", each.replace("sleep 600 &", "true")], env=environment, cwd="/", text=True,
+                    stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False,
+                )  # fmt: skip
+                statuses.append(done.returncode)
+            assert statuses == [0] * 5, tried
             # Doctor does not take it for a service: the node has its own paths and is private, which is no failure.
             checks = ("--only", "configuration", "--only", "directories")
             examined = subprocess.run(
@@ -143,9 +144,7 @@ class TestDemo:
             terminal.wait_for(r"^\[1\] \d+", behind=start)
             terminal.type("until mpsctl leases | grep ' job$'; do :; done\n")
             start = terminal.wait_for(r"^lease-\w+ +granted +0 +50% .* job$", behind=start).end()
-            terminal.type("mpsctl run --fraction 0.8 --gpu 0 -- true\n")
-            start = terminal.wait_for(r"\[does_not_fit\]", behind=start).end()
-            terminal.type("mpsctl release job; kill %1\n")
+            terminal.type("mpsctl release jo\t; kill %1\n")  # Tab completes the name
             start = terminal.wait_for(r"^lease-\w+ is released", behind=start).end()
             terminal.type("exit 3\n")
             assert terminal.wait_for_the_end() == 3
@@ -153,12 +152,12 @@ class TestDemo:
         assert [path.name for path in short_tmp.iterdir()] == ["home"]
 
     @pytest.mark.thorough
-    @pytest.mark.parametrize("shell", ["dash", "zsh"])
-    def test_other_shells(self, short_tmp: Path, shell: str) -> None:
-        """In every supported shell, mpsctl finds the node, and the prompt shows the demonstration."""
+    @pytest.mark.parametrize(("shell", "typed"), [("dash", "mpsctl leases\n"), ("zsh", "mpsctl lea\t\n")])
+    def test_other_shells(self, short_tmp: Path, shell: str, typed: str) -> None:
+        """In every supported shell, mpsctl finds the node, and the prompt shows the demonstration; zsh completes it."""
         with Terminal.running([*_MPSD, "demo"], self.environment(short_tmp, shell), cwd=_ROOT) as terminal:
             start = terminal.wait_for(r"\(mpsd demo\)").end()
-            terminal.type("mpsctl leases\n")
+            terminal.type(typed)
             terminal.wait_for(r"no leases", behind=start)
             terminal.type("exit\n")
             terminal.wait_for_the_end()
@@ -289,7 +288,7 @@ class TestCheck:
 
 def test_mpsd_imports_no_library_of_top(short_tmp: Path) -> None:
     """A running mpsd has imported nothing that draws, not even what structlog would import of it."""
-    node = Node(root=short_tmp, simulate=1)
+    node = Node(root=short_tmp, simulate=1, arguments=("--stop-daemons-on-exit",))
     program = [sys.executable, "-X", "importtime", *node.command[1:]]
     with node.stderr.open("wb") as log, subprocess.Popen(program, cwd=_ROOT, stderr=log) as mpsd:
         wait_until(lambda: node.socket.exists() and node.get("/healthz").status == 200, what="mpsd to answer")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from mpsd import demo
 from mpsd.core import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
@@ -104,6 +105,11 @@ def rooms_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
+def demo_table() -> str:
+    """Return the commands of the demonstration, and what each does."""
+    return _table(("command", "does"), *((f"`{command}`", does) for command, does in demo.STEPS.items()))
+
+
 def frameworks_table() -> str:
     """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU."""
     lines = [("framework", "takes by default", "setting", "others", "known by")]
@@ -142,6 +148,7 @@ def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> s
 
 
 _PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "README.md": ("demo", demo_table),
     "docs/guide/user.md": ("frameworks", frameworks_table),
     "docs/reference/errors.md": ("errors", errors_list),
     "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),

@@ -174,6 +174,9 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
     yield f".SS {_escaped(' '.join([*words, *pieces]))}"
     yield from _paragraphs(command.help or "")
     yield from _options(command, context)
+    if command.epilog:
+        yield ".PP"
+        yield from _paragraphs(command.epilog)
 
 
 def _description(group: click.Group, *more: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import click
 
 from mpsd.cli.command import ForEval, environment, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
-from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
+from mpsd.cli.leases.take import check_share, new_request_id, released_unless_printed, take
 from mpsd.cli.options import (
     DURATION,
     FRACTION,
@@ -22,6 +22,7 @@ from mpsd.cli.options import (
     lease_names,
     program,
     together,
+    user_names,
 )
 from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
@@ -161,6 +162,7 @@ with_request: Final = together(
         "owner",
         metavar="NAME|UID[:GID]",
         callback=_user,
+        shell_complete=user_names,
         help="Owner of the lease; for administrators. `run` starts COMMAND as that user. UID:GID: without an account.",
     ),
     _option("--name", metavar="TEXT", help="Name of the lease in lists."),
@@ -329,6 +331,9 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
             "only root can start a program as another user",
             hint="run it as root: sudo mpsctl run --user NAME -- PROGRAM",
         )
+    check_share(request)
+    if owner is None:  # another user may see other files
+        start.check(command)
     lease = take(api, {**_with_own_connections(request), "owner": owner}, wait=wait)
     with start.released_on_failure(api, lease):
         if lease["expires"] and request["ttl"] is None:
@@ -345,14 +350,11 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
 @with_request
 @with_api
 def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
-    """Open a shell under a lease: what it starts has the lease's environment, and its prompt shows the lease.
+    """Open a shell under a lease, whose environment its programs have.
 
-    \b
-        mpsctl shell --fraction 0.25
-
-    The shell is the one that SHELL names, or with --user that user's; it holds the lease, which ends with it. With
-    --wait, Ctrl-C gives up the place in the queue.
-    """  # noqa: D301 - click knows by that character what not to wrap
+    The shell is the one that SHELL names, or with --user that user's; it holds the lease, which ends with it, and its
+    prompt shows the lease. With --wait, Ctrl-C gives up the place in the queue.
+    """
     if owner is not None and os.geteuid() != 0:
         raise NotPermittedError("only root can open a shell of another user", hint="use sudo mpsctl shell --user")
     lease = take(api, {**_with_own_connections(request), "owner": owner}, wait=wait)
@@ -372,7 +374,7 @@ def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
 @with_form()
 @with_api
 def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
-    """Renew leases: set their time to live, counted from now, and print them. Without LEASE: the one in MPSD_LEASE."""
+    """Set the time to live of leases, counted from now. Without LEASE: of the one in MPSD_LEASE."""
     find.for_each(api, leases, lambda lease: caller.print_lease(api, form, api.renew(lease, ttl)))
 
 
@@ -381,7 +383,7 @@ def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
 @with_form()
 @with_api
 def attach(api: Api, lease: str | None, form: str) -> None:
-    """Wait until the lease's remaining processes can attach, and print the lease. Without LEASE: the one in MPSD_LEASE.
+    """Wait until the lease's remaining processes can attach. Without LEASE: of the one in MPSD_LEASE.
 
     With enforcement.attach = "anytime", they can at any time. With "strict", the lease gets turns until its first
     process has attached. Processes that start later need this command first, which waits for another turn of
@@ -466,11 +468,11 @@ def hand_over(
     group: bool,
     keep: bool,
 ) -> None:
-    """Hand a lease over to another holder: a process, a control group, or a unit. Without LEASE: the one in MPSD_LEASE.
+    """Hand a lease over to another holder. Without LEASE: the one in MPSD_LEASE.
 
-    The lease then ends with that holder, and no longer with the earlier ones. With --keep it lives while any of its
-    holders lives. A launcher that needs the lease's environment first can hand the lease over to the process or
-    container that it started:
+    The holder is a process, a control group, or a unit. The lease then ends with that holder, and no longer with the
+    earlier ones. With --keep it lives while any of its holders lives. A launcher that needs the lease's environment
+    first can hand the lease over to the process or container that it started:
 
     \b
         mpsctl hand-over "$MPSD_LEASE" --pid "$(podman inspect -f '{{.State.Pid}}' NAME)" --group
@@ -511,6 +513,8 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
     token = os.environ.get(_TOKEN)
     if not token:
         raise InvalidRequestError(
-            f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
+            f"{_TOKEN} is not set, so the claim cannot be taken",
+            hint="it came with the lease: mpsctl show LEASE -o env",
         )
+    start.check(command)
     start.become(api, api.hold(find.find(api, lease), {"token": token}), command)

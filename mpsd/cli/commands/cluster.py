@@ -8,6 +8,7 @@ import click
 
 from mpsd.cli.command import Listing, note, print_listing, with_listing
 from mpsd.cli.commands.upgrade import upgrade
+from mpsd.cli.groups import Commands
 from mpsd.cli.kubectl import Kubectl
 from mpsd.cli.render import age, percent, size
 from mpsd.cli.tables import Figure, Listed, Row, columns_of
@@ -33,12 +34,12 @@ _NONE_KNOWN: Final = (
 )
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=Commands, invoke_without_command=True)
 @click.option("--context", metavar="NAME", help="Context of kubectl.  [default: as kubectl has it]")
 @click.option("--domain", metavar="NAME", default=DOMAIN, show_default=True, help="The setting `domain` of the nodes.")
 @with_listing(lambda _: _COLUMNS)
 def cluster(listing: Listing, context: str | None, domain: str) -> None:
-    """Show the nodes of a cluster, their GPUs, and which pod has how much of each.
+    """Show which pod has how much of which GPU of a cluster.
 
     It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
     mpsd-kubernetes wrote into each node's annotation, with its AGE. It queries no mpsd.

@@ -12,6 +12,7 @@ import click
 
 from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
 from mpsd.cli.commands.admit import with_request
+from mpsd.cli.groups import Commands
 from mpsd.cli.leases import find, start
 from mpsd.cli.leases.take import take
 from mpsd.cli.options import DURATION, given, lease_names, together
@@ -65,9 +66,12 @@ _with_device: Final = together(_DIRECTORY, _SHARED_MEMORY)
 """The options for the place and the content of a device."""
 
 
-@click.group()
+@click.group(cls=Commands)
 def cdi() -> None:
-    """Manage the CDI devices by which containers get leases: `--device mpsd/lease=ID`."""
+    """Manage the CDI devices by which containers get leases.
+
+    A container has the device `--device mpsd/lease=ID`.
+    """
 
 
 @cdi.command()
@@ -75,7 +79,7 @@ def cdi() -> None:
 @_with_device
 @with_api
 def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) -> None:
-    """Write the CDI device of a lease that is claimed and not taken yet, and print its name.
+    """Write the CDI device of a lease, and print its name. The lease is claimed, and not taken yet.
 
     \b
         mpsctl admit --fraction 0.25 --claim -o json
@@ -101,7 +105,7 @@ def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) 
 @with_form()
 @with_api
 def list_(api: Api, form: str, directory: Path) -> None:
-    """List the CDI devices of this mpsd's leases, and remove those of leases that have ended."""
+    """List the CDI devices of leases. Those of leases that have ended are removed."""
     _clean(api, directory)
     devices = [
         {"device": device_files.device_name(lease), "state": state, "file": str(path)}
@@ -204,7 +208,7 @@ _PATIENCE: Final = 10.0
 _PAUSE: Final = 0.2
 
 
-@click.group()
+@click.group(cls=Commands)
 def container() -> None:
     """Run containers with a lease of their own."""
 

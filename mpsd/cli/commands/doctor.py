@@ -13,17 +13,34 @@ from mpsd.core.errors import InvalidRequestError
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from mpsd.core.doctor.finding import Check, Result
 
 _SHOWN: Final = ("fail", "warn", "unknown", "note", "ok")
 """The verdicts, the worst first."""
 
 
+def _checks(_: click.Context, __: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """Offer the ids of the checks."""
+    from click.shell_completion import CompletionItem
+
+    from mpsd.core.doctor.table import CHECKS
+
+    return [CompletionItem(each.id, help=each.right) for each in CHECKS.values() if each.id.startswith(incomplete)]
+
+
 @click.command()
 @click.option(
     "--fix", is_flag=True, help="Fix what can be fixed without affecting running clients, and report each fix."
 )
-@click.option("--only", metavar="ID", multiple=True, help="Run only this check; may be repeated. --list shows the ids.")
+@click.option(
+    "--only",
+    metavar="ID",
+    multiple=True,
+    shell_complete=_checks,
+    help="Run only this check; may be repeated. --list shows the ids.",
+)
 @click.option("--list", "listed", is_flag=True, help="List the checks without running them.")
 @click.option("--all", "everything", is_flag=True, help="Show the checks that are ok as well.")
 @click.option(

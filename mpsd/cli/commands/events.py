@@ -16,9 +16,10 @@ from mpsd.cli.command import note, with_api, with_form
 from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
 from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds, sentence
 from mpsd.cli.history.story import Story, lines_of, story_of
+from mpsd.cli.leases import find
 from mpsd.cli.options import MOMENT, TIME, UID, daemon_names, gpu_names, lease_names
 from mpsd.client import Api
-from mpsd.core.errors import InvalidRequestError, UnreachableError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, UnreachableError
 from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.sanitize import harmless_json, plain
 
@@ -109,7 +110,7 @@ def events(  # noqa: PLR0917 - one option each
     list_kinds: bool,
     follow: bool,
 ) -> None:
-    """Show what mpsd decided and saw, one event after another, in local time.
+    """Show what mpsd decided and saw, in local time.
 
     `!` marks a warning and `!!` an error. -o wide prints each with its number, which --after takes, and all of its
     facts, -o name the number alone; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of
@@ -145,6 +146,12 @@ def events(  # noqa: PLR0917 - one option each
         said = write[form](text, event)
         sys.stdout.write(f"{said}\n")  # click.echo checks the terminal each time, and there may be thousands of lines
         sys.stdout.flush()
+    if (
+        nothing
+        and lease is not None
+        and not any(find.begins(each["id"], lease) for each in api.leases(ended=True)["leases"])
+    ):
+        raise NotFoundError(f"no event is about a lease {lease!r}", hint="the leases: mpsctl leases --all")
     if nothing and form in {"table", "wide"}:
         click.echo("no events")
 
@@ -290,7 +297,9 @@ def _subjects(context: click.Context, parameter: click.Parameter, incomplete: st
 @with_form()
 @with_api
 def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
-    """Show the history of a lease, a control daemon or a GPU, its present state, and the next steps.
+    """Show the history of a lease, a control daemon or a GPU.
+
+    It ends with the present state and the next steps.
 
     A lease is named by its id, the beginning of one, or its name, even after it has ended, as long as mpsd stores its
     events. For a control daemon, the output includes the last lines of its log, if you may read the log. For leases of

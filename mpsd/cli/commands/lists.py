@@ -105,7 +105,7 @@ class _Wanted(NamedTuple):
 @with_listing(lambda _: views.GPUS)
 @with_api
 def gpus(api: Api, listing: Listing) -> None:
-    """List the GPUs, their health, what is granted of each, and which users hold leases on it.
+    """List the GPUs: their health, what is granted, and to whom.
 
     PLACES are client places: those that the leases are granted, of those that the GPU has. A process that connects may
     take several.
@@ -140,7 +140,7 @@ def clients(  # noqa: PLR0917 - an option each
     *,
     mine: bool,
 ) -> None:
-    """List the processes that are connected to an MPS server: who uses what.
+    """List the clients of MPS: who uses what.
 
     HELD is the memory that a process holds, of what its lease has on that GPU. COMMAND is the command line of your own
     processes, and for root of all. The states are the verdicts.
@@ -181,7 +181,7 @@ def leases(  # noqa: PLR0917 - an option each
     mine: bool,
     everything: bool,
 ) -> None:
-    """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
+    """List the leases. The waiting ones come last, in the order of the queue."""
     uid = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Leases":

@@ -8,7 +8,7 @@ import click
 
 from mpsd.cli import users, views
 from mpsd.cli.command import SignalledError, attempt, print_answer, with_api, with_form
-from mpsd.cli.options import DURATION_OR_0, Adds, client_pids, daemon_names, given, together
+from mpsd.cli.options import DURATION_OR_0, Adds, client_pids, daemon_names, given, together, user_names
 from mpsd.cli.render import size
 from mpsd.cli.terminal import Progress, confirm, pauses, raised_signals
 from mpsd.client import Api
@@ -106,12 +106,12 @@ _NOT_STOPPED: Final = "Ctrl-C stops the waiting, not the"
 
 hold = _of_daemons("hold", f"{Intent.HOLD.promise} The hold persists across restarts of mpsd and reboots.", _REASON)
 drain = _of_daemons("drain", f"{Intent.DRAIN.promise} {_NOT_STOPPED} drain.", *_IN_TIME)
-resume = _of_daemons("resume", "Resume admission, and cancel a drain, or a restart that has not stopped anything yet.")
+resume = _of_daemons("resume", "Resume admission. A drain is cancelled, and a restart that has stopped nothing yet.")
 restart = _of_daemons("restart", f"{Intent.RESTART.promise} {_NOT_STOPPED} restart.", *_IN_TIME)
 reset = _of_daemons(
     "reset",
-    "Clear the deaths of a failed control daemon, the Xid errors that its GPU reported, and the record of a"
-    " changed compute mode, then try again. A running control daemon is not affected.",
+    "Try a failed control daemon again. Its deaths are cleared, and so are the Xid errors that its GPU reported, and"
+    " the record of a changed compute mode. A running control daemon is not affected.",
 )
 
 
@@ -180,9 +180,10 @@ def _ended(api: Api, client: "answer_types.Client | None", operation: "answer_ty
 @with_form()
 @with_api
 def reload(api: Api, form: str) -> None:
-    """Reload mpsd's configuration, and list what changed; an invalid configuration changes nothing.
+    """Reload mpsd's configuration, and list what changed.
 
-    Like SIGHUP and systemctl reload mpsd. Control daemons and clients keep running.
+    An invalid configuration changes nothing. Like SIGHUP and systemctl reload mpsd. Control daemons and clients keep
+    running.
     """
     print_answer(form, api.reload(), _reloaded)
 
@@ -203,14 +204,16 @@ def _reloaded(answer: "answer_types.Reload") -> str:
 
 
 @click.command()
-@click.argument("who", metavar="UID|CGROUP")
+@click.argument("who", metavar="USER|CGROUP", shell_complete=user_names)
 @with_api
 def pardon(api: Api, who: str) -> None:
-    """Lift the quarantine of a uid or a container that had pipe access when control daemons crashed.
+    """Lift the quarantine of a user or a container.
 
-    UID is the number of a user, and CGROUP the path of a container's control group, as `mpsctl status` names them.
+    It had pipe access when control daemons crashed.
+
+    USER is a name or a uid, and CGROUP the path of a container's control group, as `mpsctl status` names them.
     """
-    uid = users.number(who)
+    uid = None if who.startswith("/") else users.uid_of(who)
     if uid is None and not who.startswith("/"):
-        raise click.BadParameter(f"{who!r} is neither a uid nor the path of a control group")
+        raise NotFoundError(f"there is no user {who!r}", hint="what is quarantined: mpsctl status")
     api.pardon(who if uid is None else uid)

@@ -14,8 +14,9 @@ import click
 
 from mpsd.cli.command import environment, note, of_files, with_api
 from mpsd.cli.commands.admit import with_request
+from mpsd.cli.groups import Commands
 from mpsd.cli.leases import find, start
-from mpsd.cli.leases.take import take
+from mpsd.cli.leases.take import check_share, take
 from mpsd.cli.options import given
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
@@ -35,9 +36,9 @@ def _say(text: str) -> None:
     click.echo(plain(text))
 
 
-@click.group()
+@click.group(cls=Commands)
 def service() -> None:
-    """Manage the system service of mpsd, and give services of systemd a lease of their own.
+    """Manage mpsd's service, and give services of systemd a lease.
 
     `install`, `uninstall` and `status` are for an mpsd that was installed with pip, pipx or uv; the Debian package does
     not need them. `configure` is for any.
@@ -68,10 +69,11 @@ def _configuration(profile: str, group: str | None) -> str:
 @_GROUP
 @_DRY_RUN
 def install(*, profile: str | None, group: str | None, dry: bool) -> None:
-    """Install units, manual pages and completions into /usr/local, and a configuration if there is none.
+    """Install mpsd's units, manual pages and completions.
 
-    Run it again after an upgrade to update changed files, then: systemctl try-restart mpsd. Files that were changed by
-    hand are kept. Nothing is started or stopped.
+    They go into /usr/local; a configuration is written if there is none. Run it again after an upgrade to update
+    changed files, then: systemctl try-restart mpsd. Files that were changed by hand are kept. Nothing is started or
+    stopped.
     """
     from mpsd.system.host.installation import Installation
 
@@ -88,7 +90,7 @@ def install(*, profile: str | None, group: str | None, dry: bool) -> None:
 @_GROUP
 @click.option("--dry-run", "dry", is_flag=True, help="Print the configuration, without writing it.")
 def configure(*, profile: str, group: str | None, dry: bool) -> None:
-    """Write a configuration for this machine: its driver, its GPUs, and its group of administrators.
+    """Write a configuration for this machine, from a profile.
 
     \b
         mpsctl service configure shared-server
@@ -99,8 +101,9 @@ def configure(*, profile: str, group: str | None, dry: bool) -> None:
         one-user       each GPU serves one user at a time, with any driver
         workstation    one person's machine; other programs use the GPU too
 
-    The file is /etc/mpsd/mpsd.toml, with the reason for each setting. Beside one that is there it is mpsd.toml.new, and
-    the output has the command that puts it in force. `mpsd check --explain` says what it means for users.
+    It fits the driver, the GPUs and the group of administrators as they are. The file is /etc/mpsd/mpsd.toml, with the
+    reason for each setting. Beside one that is there it is mpsd.toml.new, and the output has the command that puts it
+    in force. `mpsd check --explain` says what it means for users.
     """  # noqa: D301 - click knows by that character what not to wrap
     from mpsd.system.host.installation import Installation
 
@@ -116,10 +119,10 @@ def configure(*, profile: str, group: str | None, dry: bool) -> None:
 @click.option("--purge", is_flag=True, help="Also remove the configuration, and mpsd's files of state and logs.")
 @_DRY_RUN
 def uninstall(*, purge: bool, dry: bool) -> None:
-    """Stop mpsd and remove the files that install wrote, except those that were changed since.
+    """Stop mpsd, and remove the files that install wrote.
 
-    Control daemons and their clients keep running. To stop each control daemon first, once it has no leases and no
-    clients: systemctl start mpsd-stop-daemons.service.
+    Those that were changed since are kept. Control daemons and their clients keep running. To stop each control daemon
+    first, once it has no leases and no clients: systemctl start mpsd-stop-daemons.service.
     """
     from mpsd.system.host.installation import Installation
 
@@ -131,7 +134,7 @@ def uninstall(*, purge: bool, dry: bool) -> None:
 
 @service.command()
 def status() -> None:
-    """Show which installed files differ from those of this version of mpsd.
+    """Show which installed files differ from this version.
 
     The exit status is 0 if none differs.
     """
@@ -185,18 +188,17 @@ def wrap(
     ttl: object,
     **request: object,
 ) -> None:
-    """Give a service of systemd a lease: each start of UNIT takes out a lease, and its processes get the environment.
+    """Give a service of systemd a lease.
 
-    \b
-        mpsctl service wrap inference --fraction 0.25 --wait 600
-        systemctl restart inference
+    Each start of UNIT takes out a lease, and its processes get the environment; the first one that does is
+    `systemctl restart UNIT`.
 
     The lease is held by the unit's control group and ends with the unit. It belongs to the unit's User=: that
     user's processes are its clients. A start without room fails, or waits with --wait; the unit's journal says why.
 
     The command writes a drop-in, /etc/systemd/system/UNIT.d/50-mpsd.conf, and starts and stops nothing. Running it
     again replaces the drop-in, and `mpsctl service unwrap UNIT` removes it.
-    """  # noqa: D301 - click knows by that character what not to wrap
+    """
     from mpsd.system.host import systemd_units
 
     full = service_name(unit)
@@ -222,8 +224,7 @@ def wrap(
         )
     if on_restart == OnRestart.KEEP:
         _seconds_held(full)
-    if request.get("memory") is None and request.get("fraction") is None and request.get("threads") is None:
-        raise click.UsageError("State the share of the unit: --fraction, or --threads and --memory.")
+    check_share(request)
     text = render(
         PurePosixPath(systemd_units.own_program()),
         _as_options(request, wait),

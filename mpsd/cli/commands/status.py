@@ -12,6 +12,7 @@ from mpsd.cli import views
 from mpsd.cli.command import Listing, now, print_overview, with_api, with_overview
 from mpsd.cli.options import DURATION, UID
 from mpsd.client import Api
+from mpsd.core.errors import InvalidRequestError
 
 
 @click.command()
@@ -45,7 +46,7 @@ def top(api: Api, every: float) -> None:
     about a row; k ends a client, r releases a lease, d drains a control daemon, x resets it, and each asks first.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("top needs a terminal; for a program: mpsctl clients -o json")
+        raise InvalidRequestError("top needs a terminal", hint="for a program: mpsctl clients -o json")
     from mpsd.cli.top import app
 
     api.status()  # an error of mpsd must appear on the terminal, not on a screen that is closed
@@ -67,11 +68,12 @@ def top(api: Api, every: float) -> None:
 )
 @with_api
 def web(api: Api, port: int, uids: tuple[int, ...], *, opens: bool) -> None:
-    """Serve the node as a page for a browser, until Ctrl-C, and print the link to it.
+    """Serve the node as a page for a browser, until Ctrl-C.
 
-    The page is served on 127.0.0.1 by this command, as its user: it shows and does what that user may. The link opens
-    one browser; Enter prints another. Connections are taken from root, from the caller's user, and under sudo from the
-    user that called sudo. To see the page of another machine, forward its port: ssh -L PORT:127.0.0.1:PORT HOST.
+    The page is served on 127.0.0.1 by this command, as its user: it shows and does what that user may. The printed link
+    opens one browser; Enter prints another. Connections are taken from root, from the caller's user, and under sudo
+    from the user that called sudo. To see the page of another machine, forward its port: ssh -L PORT:127.0.0.1:PORT
+    HOST.
     """
     from mpsd.cli.web import serve
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 @with_form()
 @with_api
 def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str | None) -> None:
-    """Verify that every process of a lease is under MPS and within its limits, by reading the current state.
+    """Verify that the processes of a lease are within its limits.
+
+    Every process has to be under MPS and within the limits, as the state is now.
 
     Without LEASE, the caller's lease is verified: the one in MPSD_LEASE, or the one that the calling shell holds. The
     output shows, for each process, the limits in force, the limits granted, and the memory that it holds.

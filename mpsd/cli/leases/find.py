@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli.command import SignalledError, attempt, note
+from mpsd.cli.group import LOOKS
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
@@ -18,18 +19,6 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 _VARIABLE: Final = "MPSD_LEASE"
-_OF_EACH: Final = frozenset(
-    {
-        "CUDA_MPS_PIPE_DIRECTORY",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-        "MPSD_LEASE_TOKEN",
-        _VARIABLE,
-    }
-)
-"""The variables that the environment of each lease has."""
-
 _PREFIX: Final = "lease-"
 _WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
 _ENDED: Final = "ended"
@@ -53,12 +42,18 @@ def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:
     """Return the id of the lease that a text names: one of the caller's own, and a living one before an ended one.
 
     A lease of another user is meant where the caller, unless that is root, has none of that name. The result is None
-    where the text names no lease. Raises InvalidRequestError where the text is ambiguous.
+    where the text names no lease. Raises InvalidRequestError where the text is ambiguous, and NotFoundError where it is
+    so among ended leases, and the command is for living ones.
     """
     for own in (True, False):
         for over in (False, True):
             some = [each for each in leases if is_own(each) is own and (each["state"] == _ENDED) is over]
             found = _matching(some, meant)
+            if len(found) > 1 and over and click.get_current_context().info_name not in LOOKS:
+                raise NotFoundError(
+                    f"no lease {meant!r} lives, and these ended: {_listed([*map(_described, found)])}",
+                    hint=f"what lives: mpsctl leases; one that ended: mpsctl show {found[0]['id']}",
+                )
             if len(found) > 1:
                 raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
             if found:
@@ -73,18 +68,24 @@ def is_own(lease: "answer_types.Lease") -> bool:
 
 def ambiguous(meant: str, candidates: Sequence[str], example: str) -> InvalidRequestError:
     """Return the refusal of a text that may name several leases; `example` is the id of one of them."""
-    more = ", ..." if len(candidates) > _MOST_CANDIDATES else ""
     return InvalidRequestError(
-        f"{meant!r} is ambiguous: {', '.join(candidates[:_MOST_CANDIDATES])}{more}",
+        f"{meant!r} is ambiguous: {_listed(candidates)}",
         hint=f"name the lease by its id, such as {click.get_current_context().command_path} {example}",
     )
 
 
+def _listed(candidates: Sequence[str]) -> str:
+    return ", ".join([*candidates[:_MOST_CANDIDATES], *(["..."] if len(candidates) > _MOST_CANDIDATES else [])])
+
+
 def own() -> str:
-    """Return the lease that this process runs under. Raises click.UsageError where its environment names none."""
+    """Return the lease that this process runs under. Raises InvalidRequestError where its environment names none."""
     if lease := os.environ.get(_VARIABLE):
         return lease
-    raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
+    raise InvalidRequestError(
+        f"no LEASE is named, and {_VARIABLE} is not set: this process has none of its own",
+        hint=f"{click.get_current_context().command_path} LEASE; the leases: mpsctl leases --mine",
+    )
 
 
 REMOVES: Final = 'eval "$(mpsctl release -o env)"'
@@ -115,9 +116,17 @@ def inherited(api: Api, lease: str) -> list[str]:
     try:
         shares = api.lease(lease)["shares"]
     except NotFoundError:  # it ended a while ago
-        return [name for name in os.environ if name in _OF_EACH]
+        return [name for name in os.environ if name in _of_each()]
     own = {*(pair for each in shares for pair in each["env"].items())}
     return [name for name, value in os.environ.items() if (name, value) in own]
+
+
+def _of_each() -> frozenset[str]:
+    """Return the variables that the environment of each lease has."""
+    from mpsd.core.mps.limits import LIMITS
+
+    limits = (each.variable for each in LIMITS)
+    return frozenset({"CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", *limits, "MPSD_LEASE_TOKEN", _VARIABLE})
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":

@@ -1,10 +1,11 @@
 """The start of the command for which mpsctl took a lease, and the release of the lease where that fails."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
@@ -14,6 +15,7 @@ from mpsd.cli.users import User, variables_of
 from mpsd.client import Api
 from mpsd.core.errors import MpsdError
 from mpsd.core.mps_facts import UNASKED
+from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -54,8 +56,26 @@ def become(
             variables |= _become(owner)
         os.execvpe(command[0], [*command], {**inherited, **variables, **(more or {})})  # noqa: S606 - that is what it is for
     except OSError as error:
-        click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
-        click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+        _refuse(command, error)
+
+
+def check(command: Sequence[str]) -> None:
+    """Exit like a shell where a command cannot be executed, before it waits for a lease."""
+    name = command[0]
+    places = [name] if "/" in name else [os.path.join(each, name) for each in os.get_exec_path()]  # noqa: PTH118 - of any bytes
+    there = [each for each in places if os.path.exists(each)]  # noqa: PTH110 - as above
+    if not there:
+        _refuse(command, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    if not any(os.access(each, os.X_OK) and os.path.isfile(each) for each in there):  # noqa: PTH113 - as above
+        _refuse(command, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _refuse(command: Sequence[str], error: OSError) -> NoReturn:
+    from mpsd.cli.leases.meant import executable
+
+    shown, hint = plain(command[0]), plain(executable(command))
+    click.echo(f"mpsctl: {shown}: {error.strerror}\n  hint: {hint}", err=True)
+    click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 def _become(owner: User) -> dict[str, str]:

@@ -47,13 +47,24 @@ def new_request_id() -> str:
     return f"mpsctl-{os.urandom(12).hex()}"
 
 
+def check_share(options: Mapping[str, object]) -> None:
+    """Refuse a request that says no share. Raises InvalidRequestError."""
+    missing = [each for each in ("threads", "memory") if options.get(each) is None]
+    if missing and options.get("fraction") is None:
+        from mpsd.cli.leases.meant import no_share
+
+        raise no_share(missing)
+
+
 def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return the requested lease once it is granted, within `wait` seconds (`inf`: without a limit).
 
     mpsd fills in the defaults of options that are None. A signal that ends mpsctl gives up the place, or a lease that
-    was granted at that very moment. Raises the errors of `Api.admit`, and SignalledError. An mpsd that stops answering
-    is waited for too, and one that never answered for BRIDGED seconds at most.
+    was granted at that very moment. Raises InvalidRequestError for a request without a share, the errors of
+    `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, and one that never answered for
+    BRIDGED seconds at most.
     """
+    check_share(options)
     request = given(**options)
     if not wait:
         return api.admit(request)

@@ -10,11 +10,11 @@ from msgspec import Meta, Struct, field
 from mpsd.client.answer_types import about, words
 from mpsd.core.model import GroupLife, Stop, Visible
 from mpsd.core.mps_facts import MOST_CONNECTIONS
-from mpsd.daemon.api.table import RequestBody
+from mpsd.daemon.api.table import LINE, RequestBody
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
 AnyNumber = Annotated[str, Meta(pattern=r"^any\Z", extra_json_schema={"enum": ["any"]})]
-Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+Text = Annotated[str, Meta(max_length=128, pattern=LINE)]
 Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
 
 # The document describes these types; the units' parsers check them, and their errors name the limit and the remedy.

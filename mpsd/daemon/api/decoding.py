@@ -3,10 +3,12 @@
 The dispatcher makes one decoder for each row of the route table when mpsd starts, so that a request only calls it.
 """
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from math import isfinite
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
@@ -27,8 +29,8 @@ from msgspec.inspect import (
 )
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import briefly
-from mpsd.daemon.api.table import RequestBody, RequestQuery
+from mpsd.core.units import briefly, parse_duration, parse_fraction, parse_percentage
+from mpsd.daemon.api.table import LINE, RequestBody, RequestQuery
 
 B = TypeVar("B", bound=RequestBody)
 Q = TypeVar("Q", bound=RequestQuery)
@@ -55,7 +57,7 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
         try:
             return decode_json(b"{}" if len(body) < _SHORT and body.strip() in _NOTHING else body)
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _refusal(f"{error}", kind) from error
+            raise _refusal(f"{error}", kind, body) from error
 
     return decode
 
@@ -71,6 +73,7 @@ _WORDS: Final = tuple(
             r"Expected `(?P<counted>str|array|object)` of length (?P<sign>[<>]=?) (?P<number>[0-9]+)",
             "must have {sign} {number} {counted}",
         ),
+        (re.escape(f"Expected `str` matching regex {LINE!r}"), "has a control character"),
         (r"Expected `str` matching regex (?P<pattern>.*)", "does not match {pattern}"),
         (r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`", "must be {wanted}, not {got}"),
         (r"Object missing required field `(?P<missing>.*)`", "has no {missing}"),
@@ -117,7 +120,7 @@ _IN_WORDS: Final[Mapping[str, Callable[[str], str]]] = {
 """The parts of these messages that are said in other words."""
 
 
-def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
+def _refusal(message: str, kind: type[RequestBody], body: bytes | bytearray) -> InvalidRequestError:
     """Return msgspec's message about a body in words that name the field; the original message is for programmers."""
     place = _PLACE.fullmatch(message)
     assert place is not None  # noqa: S101 - the pattern matches every text
@@ -129,6 +132,8 @@ def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
         subject = f"a key of {subject}"
     valid = _valid_values(kind, [*_STEP.findall(field), *((_KEY,) if is_key else ())]) if field else ""
     hint = f"{subject} is {valid}" if valid else f"the fields are described in /v1/openapi.json, schema {kind.__name__}"
+    if field and "got" in parts and (meant := _meant(field, parts, body)):
+        hint = f"write {meant}; {hint}"
     limit = parts.get("missing") or (re.split(r"[.[]", field)[0] if field else None)
     if "unknown" in parts and not field:
         fields = [each.encode_name for each in msgspec.structs.fields(kind)]
@@ -136,6 +141,30 @@ def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
         hint = f"{near[0]} may have been meant; {hint}" if near else hint
     said = words.format(**{name: _IN_WORDS.get(name, str)(text) for name, text in parts.items()})
     return InvalidRequestError(f"{subject} {said}", hint=hint, limit=limit)
+
+
+_NUMBERS: Final[Mapping[str, Callable[[str], float]]] = {
+    "ttl": parse_duration,
+    "deadline": parse_duration,
+    "timeout": partial(parse_duration, zero=True),
+    "wait": partial(parse_duration, zero=True),
+    "threads": parse_percentage,
+    "fraction": parse_fraction,
+}
+"""The notations of numbers that people know from the command line, by field."""
+
+
+def _meant(field: str, parts: Mapping[str, str], body: bytes | bytearray) -> str:
+    """Return a field whose value has the wrong type as it has to be written; empty where that is not known."""
+    value, wanted = msgspec.json.decode(body).get(field), parts["wanted"].split(" | ")
+    if type(value) is int and "str" in wanted:
+        return f'"{field}": "{value}"'
+    if isinstance(value, str) and {"int", "float"} & {*wanted}:
+        with contextlib.suppress(InvalidRequestError, ValueError):
+            number = _NUMBERS.get(field, float)(value)
+            if number.is_integer() or (isfinite(number) and "float" in wanted):
+                return f'"{field}": {number:.15g}'
+    return ""
 
 
 _STEP: Final = re.compile(r"\[[^]]*\]|[^.\[]+")
@@ -194,8 +223,9 @@ def _values(found: Type) -> str:
         case FloatType():
             return f"a number{_range(found)}"
         case StrType(max_length=most, pattern=pattern) if most or pattern:
+            text = "one line of text" if pattern == LINE else "text"
             length = f" of at most {most} characters" if most else ""
-            return f"text{length}" + (f" that matches {_shown(pattern)}" if pattern else "")
+            return f"{text}{length}" + (f" that matches {_shown(pattern)}" if pattern not in {None, LINE} else "")
         case DictType(max_length=int(most)):
             return f"an object of at most {most} items"
         case _:

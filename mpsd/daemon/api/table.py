@@ -24,6 +24,10 @@ from mpsd.system.files.encoding import to_json
 C_co = TypeVar("C_co", covariant=True)
 
 
+LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""The pattern of a text that is shown to people: one line, without control characters."""
+
+
 class RequestBody(Struct, forbid_unknown_fields=True):
     """The base of each type that a route takes as its JSON body; an unknown field is refused."""
 

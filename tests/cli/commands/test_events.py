@@ -98,7 +98,7 @@ def test_sentences(node: Node) -> None:
         (["--daemon", "gpu7"], "there is no control daemon 'gpu7': choose gpu0, gpu1"),
         (["--gpu", "7"], "there is no GPU '7': choose 0 (gpu0), 1 (gpu1), or a UUID"),
         (["--user", "nobody-at-all"], "there is no user 'nobody-at-all'"),
-        (["--until", "1h", "--follow"], "Use --follow or --until, not both"),
+        (["--until", "1h", "--follow"], "use --follow or --until, not both"),
     ],
 )
 def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> None:

@@ -42,7 +42,7 @@ def test_living_before_ended(node: Node) -> None:
     """Each command takes the living lease of a name; only of several such ones, or of ended ones, a name is refused."""
     ended = [node.lease(name="nob")["id"] for _ in range(2)]
     assert node.mpsctl("release", *ended).returncode == 0
-    for command in ("show", "explain", "verify", "release"):
+    for command in ("show", "explain", "verify"):
         done = node.mpsctl(command, "nob")
         assert (done.returncode, done.stdout) == (2, "")
         assert f"{ended[0]} 'nob' of " in done.stderr

@@ -90,7 +90,7 @@ def test_claim_of_the_environment(node: Node) -> None:
     unnamed = {name: value for name, value in os.environ.items() if name != "MPSD_LEASE"}
     unnamed["MPSD_LEASE_TOKEN"] = names["MPSD_LEASE_TOKEN"]
     refused = run_mpsctl(node.socket, "claim", "--", "true", env=unnamed)
-    assert (refused.returncode, "Name a LEASE" in refused.stderr) == (2, True)
+    assert (refused.returncode, "no LEASE is named" in refused.stderr) == (2, True)
 
 
 def without_token() -> dict[str, str]:
@@ -101,7 +101,7 @@ def without_token() -> dict[str, str]:
 def test_one_holder(node: Node, options: tuple[str, ...]) -> None:
     """Several holders at once are an error, and nothing is requested."""
     done = node.mpsctl("admit", *SHARE, *options)
-    assert (done.returncode, "Name one holder" in done.stderr) == (2, True)
+    assert (done.returncode, "name one holder" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -435,4 +435,4 @@ def test_without_a_terminal(node: Node) -> None:
     """Without a terminal it names the alternative."""
     done = run_mpsctl(node.socket, "top")
     assert done.returncode == 2
-    assert "top needs a terminal; for a program: mpsctl clients -o json" in done.stderr
+    assert "for a program: mpsctl clients -o json" in done.stderr

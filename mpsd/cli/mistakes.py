@@ -163,8 +163,10 @@ def _without(context: click.Context, option: str) -> str | None:
     if (path, option) in habits.ELSEWHERE:
         return habits.ELSEWHERE[path, option]
     there = [each for parameter in command.get_params(context) for each in parameter.opts]
-    near = get_close_matches(option, [each for each in there if each.startswith("--")], n=1, cutoff=_SURE)
-    meant = next((each for each in habits.OPTIONS.get(option, near) if each.split()[0] in there), None)
+    meanings = [each for each, words in habits.OPTIONS.items() if option in words.split()]
+    if not meanings and option not in habits.ABSENT:
+        meanings = get_close_matches(option, [each for each in there if each.startswith("--")], n=1, cutoff=_SURE)
+    meant = next((each for each in meanings if each.split()[0] in there), None)
     if meant is None and option in habits.NAMES and any(isinstance(each, click.Argument) for each in command.params):
         meant = ""  # `drain --gpu gpu0`
     if meant is None:

@@ -43,9 +43,7 @@ ENDS: Final = Habit(
 CHANGES: Final = (
     ENDS,
     Habit(
-        "srun exec execute launch submit sbatch qsub with",
-        EXAMPLES["mpsctl run"],
-        "mpsctl run --fraction 0.25 -- {}",
+        "srun exec execute launch submit sbatch qsub with", EXAMPLES["mpsctl run"], "mpsctl run --fraction 0.25 -- {}"
     ),
     Habit("start", "systemctl start mpsd", "mpsctl run --fraction 0.25 -- {}"),
     Habit("alloc salloc allocate reserve request create new take acquire bash sh login", EXAMPLES["mpsctl shell"]),

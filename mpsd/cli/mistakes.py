@@ -55,11 +55,7 @@ def _name(parameter: click.Parameter) -> str:
     return parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name.rstrip(".")
 
 
-_OPTION: Final = {
-    "active_thread_percentage": "--threads",
-    "pinned_device_mem_limit": "--memory",
-    "labels": "--label",
-}
+_OPTION: Final = {"active_thread_percentage": "--threads", "pinned_device_mem_limit": "--memory", "labels": "--label"}
 """The options of limits that have other names."""
 
 

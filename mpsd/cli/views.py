@@ -394,10 +394,7 @@ def _place(lease: "answer_types.Lease") -> str:
 
 def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
     threads, memory = _share(lease)
-    return (
-        Figure(threads, lease["active_thread_percentage"]),
-        Figure(memory, lease["pinned_device_mem_limit"]),
-    )
+    return (Figure(threads, lease["active_thread_percentage"]), Figure(memory, lease["pinned_device_mem_limit"]))
 
 
 def _expiry(lease: "answer_types.Lease", now: datetime) -> Figure:

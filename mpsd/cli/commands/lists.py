@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from mpsd.cli import command_lines, views
-from mpsd.cli.command import (
-    ForEval,
-    Listing,
-    now,
-    print_answer,
-    print_listing,
-    with_api,
-    with_form,
-    with_listing,
-)
+from mpsd.cli.command import ForEval, Listing, now, print_answer, print_listing, with_api, with_form, with_listing
 from mpsd.cli.history import usage as hours
 from mpsd.cli.leases import caller, find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together

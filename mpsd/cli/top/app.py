@@ -316,7 +316,8 @@ class Top(App[None]):
         is_old = self._error is not None or is_late
         self.screen_stack[0].set_class(is_old, "stale")
         if is_old:
-            said = _said(self._error) if self._error is not None else "mpsd does not answer"
+            # Without the hint, which would take lines from what the reader still has.
+            said = plain(self._error.detail) if self._error is not None else "mpsd does not answer"
             old = f"OLD: what follows is of {taken.time}, {age(taken.at.isoformat(), now)} ago; {said}"
             self._headline.write(Text(old, style="bold red reverse"))
             return

@@ -8,6 +8,7 @@ from typing import Final
 from mpsd.core.enforcement.ending import EndCause, Ending
 from mpsd.core.errors import DaemonNotReadyError, NotFoundError, NotPermittedError
 from mpsd.core.events import EventName
+from mpsd.core.lifecycle import State
 from mpsd.core.model import Known, ProcessIdentity
 from mpsd.core.supervision.drain import Blocker, Operation, Outcome
 from mpsd.daemon.control.supervisor import Supervisor
@@ -106,7 +107,9 @@ class ClientEnds:
         pid, late = process.pid, list[str]()
         found = [each.name for each in self._control_daemons.supervisors() if _lists(each, process)]
         if not found:
-            late = await self._control_daemons.ask([each.name for each in self._control_daemons.supervisors()])
+            # A failed one is proven dead, and lists nobody.
+            living = [each.name for each in self._control_daemons.supervisors() if each.state is not State.FAILED]
+            late = await self._control_daemons.ask(living)
             await self._gpus.read()
             found = [
                 each.name

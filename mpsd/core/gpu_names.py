@@ -30,7 +30,8 @@ def find(meant: str, gpus: Iterable[Numbered]) -> int | None:
     ]
     if len(found) > 1:
         uuids = ", ".join(f"{uuid} (GPU {index})" for index, uuid in found)
-        raise InvalidRequestError(f"{briefly(meant)} is the beginning of several UUIDs", hint=f"choose {uuids}")
+        detail = f"{briefly(meant)} is the beginning of several UUIDs"
+        raise InvalidRequestError(detail, hint=f"choose {uuids}", limit="gpu")
     return found[0][0] if found else None
 
 

@@ -137,7 +137,7 @@ class TestRefusalLog:
 
     def test_break_ins(self, make_node: Start, make_line: MakeLine) -> None:
         """Requests reserved to operators, lease owners and a process's own user are logged with their callers."""
-        node = make_node(simulate=1).start()
+        node = make_node(simulate=1, config="[api]\nopen = false\n").start()
         line = make_line(node)
         lease = line.granted(uid=BOB, **SMALL)
         path = f"/v1/leases/{lease['id']}"

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from mpsd.client import answer_types
 
 _VARIABLE: Final = "MPSD_LEASE"
-_OF_EACH: Final = frozenset(
-    {
-        "CUDA_MPS_PIPE_DIRECTORY",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-        "MPSD_LEASE_TOKEN",
-        _VARIABLE,
-    }
-)
-"""The variables that the environment of each lease has."""
-
 _PREFIX: Final = "lease-"
 _WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
 _ENDED: Final = "ended"
@@ -128,9 +116,17 @@ def inherited(api: Api, lease: str) -> list[str]:
     try:
         shares = api.lease(lease)["shares"]
     except NotFoundError:  # it ended a while ago
-        return [name for name in os.environ if name in _OF_EACH]
+        return [name for name in os.environ if name in _of_each()]
     own = {*(pair for each in shares for pair in each["env"].items())}
     return [name for name, value in os.environ.items() if (name, value) in own]
+
+
+def _of_each() -> frozenset[str]:
+    """Return the variables that the environment of each lease has."""
+    from mpsd.core.mps.limits import LIMITS
+
+    limits = (each.variable for each in LIMITS)
+    return frozenset({"CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", *limits, "MPSD_LEASE_TOKEN", _VARIABLE})
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":

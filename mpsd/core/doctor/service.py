@@ -7,7 +7,7 @@ from typing import Final
 from mpsd.core import reload
 from mpsd.core.doctor.finding import Finding, Observed, check, fail, known, unknown, unread, warn
 from mpsd.core.model import Unknown
-from mpsd.core.settings import Settings
+from mpsd.core.settings import Settings, Users
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
@@ -77,7 +77,10 @@ def _configuration(seen: Observed) -> Iterator[Finding]:
     if isinstance(answers.settings, Unknown):
         yield unknown(f"the settings of mpsd are unknown: {answers.settings.reason}")
         return
-    applied, waiting = reload.changed(_located(answers.settings.value), _located(file.settings.value))
+    now, wanted = answers.settings.value, file.settings.value
+    if wanted.daemon.users is Users.AUTO:  # in force is what it means for the control program and the GPUs
+        wanted = replace(wanted, daemon=replace(wanted.daemon, users=now.daemon.users))
+    applied, waiting = reload.changed(_located(now), _located(wanted))
     if not applied and not waiting:
         return
     remedy = "systemctl restart mpsd (clients are not affected)" if waiting else reload.RELOAD

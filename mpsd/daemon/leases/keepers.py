@@ -20,12 +20,15 @@ from mpsd.core.signal import Signal
 from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch, possible_origins
-from mpsd.system.processes import foreign_files
+from mpsd.system.processes import foreign_files, foreign_reader
 from mpsd.system.processes.foreign_files import Carriers, Titled
 from mpsd.system.processes.foreign_reader import ForeignReader
 
-_PATIENCE: Final = 0.5
-"""Seconds for which a request waits until it is known whether leases end: their user can make that take longer."""
+_PATIENCE: Final = foreign_reader.SECONDS
+"""Seconds for which a request waits until it is known whether leases of its own user end, as for any such read.
+
+It is milliseconds but for the first read on a busy machine, for which mpsd starts the reader.
+"""
 
 _MOST_WATCHED: Final = 8
 """The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks

@@ -62,8 +62,10 @@ def test_one_after_another(make_node: Start) -> None:
     node = make_node(simulate=1, control=None).start()
     for _ in range(10):
         with subprocess.Popen(["sleep", "1000"]) as program:
-            lease = node.lease(threads=100, memory="40GiB", pid=program.pid)
-            program.kill()
+            try:
+                lease = node.lease(threads=100, memory="40GiB", pid=program.pid)
+            finally:
+                program.kill()
         assert node.get(f"/v1/leases/{lease['id']}").status == 200  # mpsd has seen that end, or will in this turn
     assert len(node.leases()) <= 1
 

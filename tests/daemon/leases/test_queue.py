@@ -219,7 +219,7 @@ class TestOrder:
         ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
         ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
         ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
-        ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
+        ({**SMALL, "gpu": "2"}, (422, "invalid_request", "gpu")),
     ],
 )
 @pytest.mark.parametrize("wait", [60, None])

@@ -65,7 +65,7 @@ _OPTION: Final = {
 
 
 def with_command(error: MpsdError) -> MpsdError:
-    """Add the command line with a valid value to mpsd's refusal of an option's value, if its hint has no such command."""
+    """Add the command line with a valid value to mpsd's refusal of an option's value, if its hint has none."""
     has_command = "mpsctl " in error.hint and error.limit != "gpu"
     if isinstance(error, InvalidRequestError) and error.is_answer and not has_command and error.limit is not None:
         words = words_of(None)

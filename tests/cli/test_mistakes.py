@@ -383,6 +383,11 @@ def check(path: Path) -> "subprocess.CompletedProcess[str]":
     ("content", "hint"),
     [
         pytest.param(b"[daemon]\ndeaths = 0", "The default is 5; mpsd.toml(5) describes it.", id="a setting"),
+        pytest.param(
+            b"[admission]\noversubscribe = 2", "known settings: admission.threads_oversubscription", id="unlike"
+        ),
+        pytest.param(b"[daemon]\nuser = 1", "did you mean 'daemon.users'?", id="a near setting"),
+        pytest.param(b"[daemon]\nusers = one", 'fix that line; text is in quotes, as in users = "one"', id="no quotes"),
         pytest.param(b"\x7fELF\x02\xff\xfe", "name a configuration file, such as /etc/mpsd/", id="a program"),
     ],
 )

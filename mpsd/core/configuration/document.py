@@ -30,7 +30,9 @@ def decode(text: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also raised for numbers and brackets by the thousand
-        raise ConfigurationError(f"the configuration is not TOML: {error}", hint='fix that line; text is in quotes, as in users = "one"') from error
+        raise ConfigurationError(
+            f"the configuration is not TOML: {error}", hint='fix that line; text is in quotes, as in users = "one"'
+        ) from error
 
 
 def from_mapping(document: Mapping[str, object]) -> Settings:

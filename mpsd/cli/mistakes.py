@@ -56,11 +56,7 @@ def _name(parameter: click.Parameter) -> str:
     return parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name.rstrip(".")
 
 
-_OPTION: Final = {
-    "active_thread_percentage": "--threads",
-    "pinned_device_mem_limit": "--memory",
-    "labels": "--label",
-}
+_OPTION: Final = {"active_thread_percentage": "--threads", "pinned_device_mem_limit": "--memory", "labels": "--label"}
 """The options of limits that have other names."""
 
 
@@ -171,8 +167,10 @@ def _without(context: click.Context, option: str) -> str | None:
     if path == "mpsctl" and (name := next((each for each in words[1:] if each in NAMES), None)):
         return join(["mpsctl", *sorted(words[1:], key=name.__ne__)])  # `-o json leases`
     there = [each for parameter in command.get_params(context) for each in parameter.opts]
-    near = get_close_matches(option, [each for each in there if each.startswith("--")], n=1, cutoff=_SURE)
-    meant = next((each for each in habits.OPTIONS.get(option, near) if each.split()[0] in there), None)
+    meanings = [each for each, words in habits.OPTIONS.items() if option in words.split()]
+    if not meanings and option not in habits.ABSENT:
+        meanings = get_close_matches(option, [each for each in there if each.startswith("--")], n=1, cutoff=_SURE)
+    meant = next((each for each in meanings if each.split()[0] in there), None)
     if meant is None and option in habits.NAMES and any(isinstance(each, click.Argument) for each in command.params):
         meant = ""  # `drain --gpu gpu0`
     if meant is None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -212,6 +212,18 @@ def state_of(daemon: "answer_types.Daemon") -> str:
 def numbers_of_gpus(lease: "answer_types.Lease", separator: str = ", ") -> str:
     """Print the GPUs of a lease, by number, each once."""
     return separator.join(dict.fromkeys(share["daemon"].removeprefix("gpu") for share in lease["shares"]))
+
+
+def problems(node: "answer_types.Status") -> "Iterator[tuple[str, answer_types.Reason | answer_types.Violation]]":
+    """Yield the problems of a node, the gravest first, each as a `fault`, a `violation` or a `warning`.
+
+    Clients that linger after a fault come last: the fault names them all.
+    """
+    lingering = [each for each in node["violations"] if each["kind"] == "lingers"]
+    yield from (("fault", each) for each in node["reasons"])
+    yield from (("violation", each) for each in node["violations"] if each not in lingering)
+    yield from (("warning", each) for each in node["warnings"])
+    yield from (("violation", each) for each in lingering)
 
 
 def with_remedy(problem: "answer_types.Reason | answer_types.Violation") -> str:

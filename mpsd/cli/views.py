@@ -27,6 +27,7 @@ from mpsd.cli.render import (
     percent,
     pid,
     plural,
+    problems,
     size,
     state_of,
     taken_places,
@@ -69,11 +70,9 @@ def _to_know(node: "answer_types.Status", first: str, now: datetime) -> Iterator
 
     The lines do not repeat the first line.
     """
-    for each in (*node["reasons"], *node["warnings"]):
-        yield f"  {each['subject']}: {each['hint']}" if each["because"] in first else f"  {with_remedy(each)}"
-    for violation in node["violations"]:
-        subject = f"{violation['kind']}, process {violation['pid']}"
-        yield f"  {subject}: {violation['hint']}" if violation["because"] in first else f"  {with_remedy(violation)}"
+    for _, each in problems(node):
+        subject = each.get("subject") or f"{each['kind']}, process {each.get('pid')}"
+        yield f"  {subject}: {each['hint']}" if each["because"] in first else f"  {with_remedy(each)}"
     for daemon in node["daemons"]:
         yield from (f"  {_drifted(drift, now)}" for drift in daemon["undone"])
 
@@ -395,10 +394,7 @@ def _place(lease: "answer_types.Lease") -> str:
 
 def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
     threads, memory = _share(lease)
-    return (
-        Figure(threads, lease["active_thread_percentage"]),
-        Figure(memory, lease["pinned_device_mem_limit"]),
-    )
+    return (Figure(threads, lease["active_thread_percentage"]), Figure(memory, lease["pinned_device_mem_limit"]))
 
 
 def _expiry(lease: "answer_types.Lease", now: datetime) -> Figure:

@@ -4,59 +4,20 @@ from collections.abc import Collection
 from enum import IntEnum
 from typing import Final
 
-
-class Capability(IntEnum):
-    """The capabilities of Linux by their numbers. Source: linux/capability.h."""
-
-    CHOWN = 0
-    DAC_OVERRIDE = 1
-    DAC_READ_SEARCH = 2
-    FOWNER = 3
-    FSETID = 4
-    KILL = 5
-    SETGID = 6
-    SETUID = 7
-    SETPCAP = 8
-    LINUX_IMMUTABLE = 9
-    NET_BIND_SERVICE = 10
-    NET_BROADCAST = 11
-    NET_ADMIN = 12
-    NET_RAW = 13
-    IPC_LOCK = 14
-    IPC_OWNER = 15
-    SYS_MODULE = 16
-    SYS_RAWIO = 17
-    SYS_CHROOT = 18
-    SYS_PTRACE = 19
-    SYS_PACCT = 20
-    SYS_ADMIN = 21
-    SYS_BOOT = 22
-    SYS_NICE = 23
-    SYS_RESOURCE = 24
-    SYS_TIME = 25
-    SYS_TTY_CONFIG = 26
-    MKNOD = 27
-    LEASE = 28
-    AUDIT_WRITE = 29
-    AUDIT_CONTROL = 30
-    SETFCAP = 31
-    MAC_OVERRIDE = 32
-    MAC_ADMIN = 33
-    SYSLOG = 34
-    WAKE_ALARM = 35
-    BLOCK_SUSPEND = 36
-    AUDIT_READ = 37
-    PERFMON = 38
-    BPF = 39
-    CHECKPOINT_RESTORE = 40
-
+Capability = IntEnum(
+    "Capability",
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
+    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT "
+    "SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL "
+    "SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE",
+    start=0,
+)
+"""The capabilities of Linux, in the order of their numbers. Source: linux/capability.h."""
 
 FRONT_END: Final = frozenset[Capability]()
 """No capability: a front-end connects to a socket that belongs to root (measured, drivers 470 to 555)."""
 
-DAEMON: Final = frozenset(
-    {Capability.SETUID, Capability.KILL, Capability.SETGID, Capability.MKNOD, Capability.CHOWN},
-)
+DAEMON: Final = frozenset({Capability.SETUID, Capability.KILL, Capability.SETGID, Capability.MKNOD, Capability.CHOWN})
 """The capabilities that a control daemon, and each of its servers, can have; docs/security.md has the reason for
 each."""
 

@@ -22,6 +22,7 @@ from mpsd.core.model import (
     Health,
     Known,
     Lease,
+    Outsider,
     Quarantined,
     Server,
     Suspect,
@@ -35,6 +36,9 @@ _MOST_SUSPECTS: Final = 16
 
 _MOST_VIOLATIONS: Final = 3
 """The maximum number of violations that the headline lists."""
+
+_MOST_OUTSIDERS: Final = 16
+"""The maximum number of processes outside MPS in the hint of a GPU."""
 
 WELL: Final = "every control daemon is ready, and every limit reads back"
 """The sentence for a healthy node."""
@@ -100,6 +104,9 @@ class Kind(StrEnum):
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
     QUARANTINE = "quarantine", "", "warning"
     """A uid or a container crashed control daemons, and gets no lease. The node is healthy without it."""
+    OUTSIDE = "outside", "", "warning"
+    """Processes without a lease use the GPU outside MPS, where no limits apply. The node stays healthy, since any user
+    can start one."""
     FAULT_REPORTED = "fault_reported", "", "warning for_all"
     """The log of a server reports a fatal GPU fault, and grants on its GPU wait for the server's own word. The node
     stays healthy until then, since any user of the server can write such a line."""
@@ -129,6 +136,7 @@ _ASK_HINT: Final = "only an operator of this node can change it: ask one"
 """The hint for other callers about all other reasons."""
 
 _USER_HINTS: Final = {
+    Kind.OUTSIDE: "its user starts it by mpsctl run instead; only an operator can end another user's",
     Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
 }
 """The hints for users, for the kinds that have a remedy for a user."""
@@ -204,11 +212,13 @@ def of_node(
     violations: Iterable[str] = (),
     limited: bool = False,
     lost: Iterable[Lease] = (),
+    outsiders: Iterable[Outsider] = (),
 ) -> NodeHealth:
     """Judge a node.
 
     `store` is the reason why no lease can be stored, or empty. `limited` says whether a program without a lease must
     get less than a whole GPU. `lost` are the leases with clients whose contexts ended with their server.
+    `outsiders` count where `limited`.
     """
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
@@ -218,6 +228,7 @@ def of_node(
     found += _lost(lost)
     if limited and daemons:
         found += not_closed(gpus)
+        found += _outside(gpus, [*outsiders])
     if store:
         found.append(_not_stored(store))
     found.sort(key=lambda each: _ORDER[each.kind])
@@ -319,6 +330,25 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
         yield Reason(Kind.NOT_CLOSED, "node", because, hint)
 
 
+def _outside(views: Iterable[GpuView], outsiders: Iterable[Outsider]) -> Iterator[Reason]:
+    """Yield, for each GPU, which processes without a lease use it outside MPS, those with most memory first."""
+    for view in views:
+        processes = view.usage.value.processes if isinstance(view.usage, Known) else {}
+        held = {each: processes.get(each.pid) for each in outsiders if view.gpu and each.gpu == view.gpu.uuid}
+        sizes = {
+            each: on.memory.value if on is not None and isinstance(on.memory, Known) else 0 for each, on in held.items()
+        }
+        found = sorted(sizes, key=lambda each: (-sizes[each], each.pid))
+        if not found:
+            continue
+        words = [f"{each.pid} (uid {each.uid}, {format_size(sizes[each])})" for each in found]
+        who = f"process {words[0]} runs" if len(found) == 1 else f"processes {first_of(words)} run"
+        because = f"GPU {view.index}: {who} outside MPS, without a lease or limits"
+        pids = [f"{each.pid}" for each in found[:_MOST_OUTSIDERS]]
+        hint = f"see what it is: ps -fp {','.join(pids)}; start it by mpsctl run; to end it: kill {' '.join(pids)}"
+        yield Reason(Kind.OUTSIDE, f"GPU {view.index}", because, hint)
+
+
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
 
@@ -364,8 +394,8 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
         yield Reason(Kind.SERVER_STOPPED, name, because, hint)
     for server in daemon.servers:
         if server.faulted is not None:
-            left = " ".join(str(each) for each in server.clients if each)
-            hint = f"end the clients that remain on {name}: mpsctl end {left or 'PID (mpsctl clients)'}"
+            left = " ".join(str(each) for each in server.clients if each) or "PID (mpsctl clients)"
+            hint = f"end the clients that remain on {name}, whose work is lost: mpsctl end {left}"
             yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
         if server.fault_reported is not None:
             because = (

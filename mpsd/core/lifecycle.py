@@ -78,168 +78,44 @@ class Outcome(StrEnum):
 
 IGNORE, BUG = Outcome.IGNORE, Outcome.BUG
 
-_S, _E = State, Event
+_IN_STATE: Final = """
+    event     down      starting      ready         unresponsive  held          draining      stopping  cooling  failed
+    started   starting  BUG           BUG           BUG           BUG           BUG           BUG       BUG      BUG
+    adopted   starting  BUG           BUG           BUG           BUG           BUG           BUG       BUG      BUG
+    refused   failed    BUG           BUG           BUG           BUG           BUG           BUG       BUG      .
+    verified  BUG       ready         .             ready         .             .             .         .        .
+    unproven  BUG       .             starting      starting      .             .             .         .        .
+    silent    BUG       unresponsive  unresponsive  .             unresponsive  unresponsive  .         .        .
+    died      cooling   cooling       cooling       cooling       cooling       cooling       BUG       .        .
+    ended     BUG       BUG           BUG           BUG           BUG           BUG           down      BUG      BUG
+    cooled    .         .             .             .             .             .             .         down     .
+    gave_up   BUG       BUG           BUG           BUG           BUG           BUG           BUG       failed   .
+    hold      .         .             held          .             .             held          .         .        .
+    drain     .         .             draining      .             draining      .             .         .        .
+    resume    .         .             .             .             ready         ready         .         .        .
+    stop      .         stopping      stopping      stopping      stopping      stopping      .         down     .
+    reset     .         .             .             .             .             .             .         down     down
+"""
+"""What each event, by rows, leads to in each state, by columns; `.` is IGNORE."""
 
-TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
-    _S.DOWN: {
-        _E.STARTED: _S.STARTING,
-        _E.ADOPTED: _S.STARTING,
-        _E.REFUSED: _S.FAILED,
-        _E.VERIFIED: BUG,
-        _E.UNPROVEN: BUG,
-        _E.SILENT: BUG,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: IGNORE,
-        _E.RESET: IGNORE,
-    },
-    _S.STARTING: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: _S.READY,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: _S.UNRESPONSIVE,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: _S.STOPPING,
-        _E.RESET: IGNORE,
-    },
-    _S.READY: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: _S.STARTING,
-        _E.SILENT: _S.UNRESPONSIVE,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: _S.HELD,
-        _E.DRAIN: _S.DRAINING,
-        _E.RESUME: IGNORE,
-        _E.STOP: _S.STOPPING,
-        _E.RESET: IGNORE,
-    },
-    _S.UNRESPONSIVE: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: _S.READY,
-        _E.UNPROVEN: _S.STARTING,
-        _E.SILENT: IGNORE,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: _S.STOPPING,
-        _E.RESET: IGNORE,
-    },
-    _S.HELD: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: _S.UNRESPONSIVE,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: _S.DRAINING,
-        _E.RESUME: _S.READY,
-        _E.STOP: _S.STOPPING,
-        _E.RESET: IGNORE,
-    },
-    _S.DRAINING: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: _S.UNRESPONSIVE,
-        _E.DIED: _S.COOLING,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: _S.HELD,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: _S.READY,
-        _E.STOP: _S.STOPPING,
-        _E.RESET: IGNORE,
-    },
-    _S.STOPPING: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: IGNORE,
-        _E.DIED: BUG,
-        _E.ENDED: _S.DOWN,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: BUG,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: IGNORE,
-        _E.RESET: IGNORE,
-    },
-    _S.COOLING: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: BUG,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: IGNORE,
-        _E.DIED: IGNORE,
-        _E.ENDED: BUG,
-        _E.COOLED: _S.DOWN,
-        _E.GAVE_UP: _S.FAILED,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: _S.DOWN,
-        _E.RESET: _S.DOWN,
-    },
-    _S.FAILED: {
-        _E.STARTED: BUG,
-        _E.ADOPTED: BUG,
-        _E.REFUSED: IGNORE,
-        _E.VERIFIED: IGNORE,
-        _E.UNPROVEN: IGNORE,
-        _E.SILENT: IGNORE,
-        _E.DIED: IGNORE,
-        _E.ENDED: BUG,
-        _E.COOLED: IGNORE,
-        _E.GAVE_UP: IGNORE,
-        _E.HOLD: IGNORE,
-        _E.DRAIN: IGNORE,
-        _E.RESUME: IGNORE,
-        _E.STOP: IGNORE,
-        _E.RESET: _S.DOWN,
-    },
-}
 
-RUNNING: Final = frozenset({_S.STARTING, _S.READY, _S.UNRESPONSIVE, _S.HELD, _S.DRAINING, _S.STOPPING})
+def _table() -> dict[State, dict[Event, State | Outcome]]:
+    (_, *states), *rows = (line.split() for line in _IN_STATE.strip().splitlines())
+    outcomes: dict[str, State | Outcome] = {".": IGNORE, "BUG": BUG, **{each.value: each for each in State}}
+    return {
+        State(state): {Event(event): outcomes[cells[place]] for event, *cells in rows}
+        for place, state in enumerate(states)
+    }
+
+
+TABLE: Final = _table()
+
+RUNNING: Final = frozenset(
+    {State.STARTING, State.READY, State.UNRESPONSIVE, State.HELD, State.DRAINING, State.STOPPING}
+)
 """The states in which there is a process."""
 
-ANSWERED: Final = frozenset({_S.READY, _S.HELD, _S.DRAINING})
+ANSWERED: Final = frozenset({State.READY, State.HELD, State.DRAINING})
 """The states in which the process answered the last query."""
 
 

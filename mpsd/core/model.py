@@ -187,6 +187,15 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class Outsider:
+    """A process that uses a GPU outside MPS, and has no lease there."""
+
+    gpu: str
+    pid: int
+    uid: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Activity:
     """What a GPU does at one moment, by all processes together; None for what it or its driver does not report."""
 

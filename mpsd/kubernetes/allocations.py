@@ -308,11 +308,7 @@ class Allocations(PodLeases):
                 return
             self._forget_unstarted(containers)
             actions = claims.next_actions(
-                leases,
-                containers,
-                is_populated=is_populated,
-                has_group=self._has_group,
-                settings=self._settings,
+                leases, containers, is_populated=is_populated, has_group=self._has_group, settings=self._settings
             )
             self._pending = [each for each in actions if isinstance(each, Open)]
             for each in actions:

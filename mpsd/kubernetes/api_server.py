@@ -21,13 +21,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from mpsd.core.dra.allocation import ResourceClaim
-from mpsd.core.errors import (
-    ConfigurationError,
-    InternalError,
-    NotFoundError,
-    NotPermittedError,
-    UnreachableError,
-)
+from mpsd.core.errors import ConfigurationError, InternalError, NotFoundError, NotPermittedError, UnreachableError
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.sanitize import text
 from mpsd.core.units import briefly
@@ -240,11 +234,7 @@ def _refusal(status: int, answer: bytes, after: float, what: str) -> Exception:
     if status == _CONFLICT:
         return ConflictError(because)
     if status in {401, 403}:
-        return NotPermittedError(
-            f"the API server refuses {what}: {because}",
-            hint=_ROLE,
-            limit="rbac",
-        )
+        return NotPermittedError(f"the API server refuses {what}: {because}", hint=_ROLE, limit="rbac")
     if status == _TOO_MANY or status >= _ERRORS:
         return retry.ApiServerAwayError(because, after)
     return InternalError(f"the API server rejects {what}: {because}", hint="report this, with Kubernetes' release")

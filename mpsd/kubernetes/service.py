@@ -187,9 +187,6 @@ def run_plugin(program: Program, place: Place | None) -> None:
         for kind in KINDS[settings.resources]
         for variant in range(len(settings.processes))
     ]
-    Service(
-        program,
-        endpoints=endpoints,
-        leases=allocations,
-        server=server,
-    ).run(node=settings.node, resources=[each.resource for each in endpoints])
+    Service(program, endpoints=endpoints, leases=allocations, server=server).run(
+        node=settings.node, resources=[each.resource for each in endpoints]
+    )

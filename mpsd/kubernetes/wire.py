@@ -46,10 +46,7 @@ _PLUGIN: Final = "v1beta1.DevicePlugin"
 OPTIONS: Final = Call(_PLUGIN, "GetDevicePluginOptions", deviceplugin.Empty, deviceplugin.DevicePluginOptions)
 WATCH: Final = Call(_PLUGIN, "ListAndWatch", deviceplugin.Empty, deviceplugin.ListAndWatchResponse, is_stream=True)
 PREFER: Final = Call(
-    _PLUGIN,
-    "GetPreferredAllocation",
-    deviceplugin.PreferredAllocationRequest,
-    deviceplugin.PreferredAllocationResponse,
+    _PLUGIN, "GetPreferredAllocation", deviceplugin.PreferredAllocationRequest, deviceplugin.PreferredAllocationResponse
 )
 ALLOCATE: Final = Call(_PLUGIN, "Allocate", deviceplugin.AllocateRequest, deviceplugin.AllocateResponse)
 PRE_START: Final = Call(
@@ -57,19 +54,13 @@ PRE_START: Final = Call(
 )
 
 LIST_PODS: Final = Call(
-    "v1.PodResourcesLister",
-    "List",
-    podresources.ListPodResourcesRequest,
-    podresources.ListPodResourcesResponse,
+    "v1.PodResourcesLister", "List", podresources.ListPodResourcesRequest, podresources.ListPodResourcesResponse
 )
 
 _REGISTRATION: Final = "pluginregistration.Registration"
 GET_INFO: Final = Call(_REGISTRATION, "GetInfo", registration.InfoRequest, registration.PluginInfo)
 NOTIFY: Final = Call(
-    _REGISTRATION,
-    "NotifyRegistrationStatus",
-    registration.RegistrationStatus,
-    registration.RegistrationStatusResponse,
+    _REGISTRATION, "NotifyRegistrationStatus", registration.RegistrationStatus, registration.RegistrationStatusResponse
 )
 
 DRA_SERVICES: Final = ("k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin", "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin")

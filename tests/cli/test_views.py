@@ -234,7 +234,7 @@ def test_open_violations() -> None:
         warnings=[reason("node", because="a program that misses MPS gets all of GPU 0", hint="close it")],
         violations=[violation(because="process 7 is short", hint="start it again")],
     )
-    assert lines[1:4] == ["  node: close it", "  short, process 7: start it again", ""]
+    assert lines[1:4] == ["  short, process 7: start it again", "  node: close it", ""]
 
 
 def test_judged_clients_and_leases() -> None:

@@ -15,11 +15,13 @@ from mpsd.core.model import (
     Daemon,
     Drift,
     Gpu,
+    GpuProcess,
     GpuUsage,
     GpuView,
     Health,
     Known,
     Limits,
+    Outsider,
     Quarantined,
     Server,
     StoppedServer,
@@ -235,6 +237,7 @@ def test_every_kind_has_a_case() -> None:
         Kind.NOT_CLOSED,
         Kind.SUSPECT,
         Kind.CLIENTS_LOST,
+        Kind.OUTSIDE,
     }
 
 
@@ -280,6 +283,21 @@ def test_one_reason_for_a_stopped_server() -> None:
     assert [each.kind for each in health.of_daemon(found)] == [Kind.SERVER_STOPPED]
     found = replace(found, operation="uid 0 drains it")
     assert {each.kind for each in health.of_daemon(found)} == {Kind.SERVER_STOPPED, Kind.OPERATION}
+
+
+def test_outsiders() -> None:
+    """Processes without a lease outside MPS are named by GPU, those with most memory first, where they are limited."""
+    device = Gpu(0, "GPU-0", "A", GIB, (9, 0), mig=False, driver_version="555.58")
+    processes = {7: GpuProcess(Known(GIB)), 8: GpuProcess(Known(4 * GIB)), 9: GpuProcess(Unknown("hidden"))}
+    usage = GpuUsage(0, processes=processes, compute_mode=ComputeMode.EXCLUSIVE_PROCESS)
+    view = replace(GPU, gpu=device, usage=Known(usage))
+    outsiders = [Outsider(device.uuid, pid, uid) for pid, uid in ((7, 1001), (8, 1002), (9, None), (10, 1001))]
+    node = health.of_node([view], [DAEMON], limited=True, outsiders=[*outsiders, Outsider("another", 11, 1)])
+    ((kind, subject, because, hint),) = ((each.kind, each.subject, each.because, each.hint) for each in node.warnings)
+    assert (node.healthy, kind, subject) == (True, Kind.OUTSIDE, "GPU 0")
+    assert ": processes 8 (uid 1002, 4GiB), 7 (uid 1001, 1GiB), " in because
+    assert hint.endswith("kill 8 7 9 10")
+    assert not health.of_node([view], [DAEMON], outsiders=outsiders).warnings
 
 
 def test_clients_that_are_lost() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import demo
-from mpsd.core import frameworks
+from mpsd.core.doctor import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind

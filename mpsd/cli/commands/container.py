@@ -395,13 +395,7 @@ def _pipe_directory(container: oci.Container, how: str) -> str:
 
 
 def _take_for_plugin(
-    api: Api,
-    container: oci.Container,
-    group: str,
-    owner: Mapping[str, int],
-    deadline: float,
-    *,
-    by_environment: bool,
+    api: Api, container: oci.Container, group: str, owner: Mapping[str, int], deadline: float, *, by_environment: bool
 ) -> None:
     """Let the pod of a container hold its lease for the user of its program, and refuse one with other variables."""
     leases = _patiently(lambda: api.leases()["leases"])

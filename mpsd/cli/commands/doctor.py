@@ -43,15 +43,9 @@ def _checks(_: click.Context, __: click.Parameter, incomplete: str) -> "list[Com
 )
 @click.option("--list", "listed", is_flag=True, help="List the checks without running them.")
 @click.option("--all", "everything", is_flag=True, help="Show the checks that are ok as well.")
+@click.option("--config", metavar="FILE", help="Configuration file of the mpsd to check, as for mpsd run.")
 @click.option(
-    "--config",
-    metavar="FILE",
-    help="Configuration file of the mpsd to check, as for mpsd run.",
-)
-@click.option(
-    "--root",
-    metavar="DIR",
-    help="Root directory of the mpsd to check, as for mpsd run; also selects its socket.",
+    "--root", metavar="DIR", help="Root directory of the mpsd to check, as for mpsd run; also selects its socket."
 )
 @with_form()
 @with_api

@@ -1,8 +1,9 @@
 """The commands that list one thing: gpus, daemons, clients, leases, usage, show and config."""
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -10,16 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from mpsd.cli import command_lines, views
-from mpsd.cli.command import (
-    ForEval,
-    Listing,
-    now,
-    print_answer,
-    print_listing,
-    with_api,
-    with_form,
-    with_listing,
-)
+from mpsd.cli.command import ForEval, Listing, now, print_answer, print_listing, with_api, with_form, with_listing
 from mpsd.cli.history import usage as hours
 from mpsd.cli.leases import caller, find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
@@ -44,8 +36,8 @@ def with_filters(rows: str) -> Adds:
 
 
 def with_lease_filters(rows: str, states: Iterable[str]) -> Adds:
-    """Return the options that select leases, or what belongs to them, also by their name, labels and state."""
-    return together(
+    """Pass a Wanted to a command that lists leases, or what belongs to them, from the options that select rows."""
+    options = together(
         with_filters(rows),
         click.option(
             "--name", metavar="NAME", help="Only those of leases of this name, or of a pattern such as 'train-*'."
@@ -67,12 +59,31 @@ def with_lease_filters(rows: str, states: Iterable[str]) -> Adds:
         ),
     )
 
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @options
+        @functools.wraps(function)
+        def command(
+            *,
+            gpu: str | None,
+            owner: int | None,
+            mine: bool,
+            name: str | None,
+            labels: Sequence[tuple[str, str | None]],
+            states: Sequence[str],
+            **others: object,
+        ) -> None:
+            function(wanted=Wanted(chosen_uid(owner, mine=mine), gpu, name, labels, states), **others)
+
+        return command
+
+    return decorate
+
 
 def _labels(_: click.Context, __: click.Parameter, labels: Iterable[str]) -> list[tuple[str, str | None]]:
     return [(key, value if equals else None) for key, equals, value in (each.partition("=") for each in labels)]
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """The criteria of a list, of which None, or empty, stands for all."""
 
     uid: int | None
@@ -85,6 +96,10 @@ class _Wanted(NamedTuple):
     def is_of_leases(self) -> bool:
         """Whether any of them is a fact of a lease."""
         return self.name is not None or bool(self.labels)
+
+    def named(self, api: Api) -> "Wanted":
+        """Return the same with the UUID of the GPU, which a user gives by any of its names."""
+        return self._replace(gpu=_chosen_uuid(api, self.gpu))
 
     def takes(self, uid: int | None, gpus: Sequence[str], state: str, lease: "answer_types.Lease | None") -> bool:
         return (
@@ -129,33 +144,22 @@ STATES: Final = ("waiting", "granted", "active", "ended")
 @with_lease_filters("clients", VERDICTS)
 @with_listing(lambda _: views.CLIENTS)
 @with_api
-def clients(  # noqa: PLR0917 - an option each
-    api: Api,
-    listing: Listing,
-    gpu: str | None,
-    owner: int | None,
-    name: str | None,
-    labels: Sequence[tuple[str, str | None]],
-    states: Sequence[str],
-    *,
-    mine: bool,
-) -> None:
+def clients(api: Api, listing: Listing, wanted: Wanted) -> None:
     """List the clients of MPS: who uses what.
 
     HELD is the memory that a process holds, of what its lease has on that GPU. COMMAND is the command line of your own
     processes, and for root of all. The states are the verdicts.
     """
-    uid = chosen_uid(owner, mine=mine)
     leases: list[answer_types.Lease] = []
 
     def ask() -> "answer_types.Clients":
-        wanted = _Wanted(uid, _chosen_uuid(api, gpu), name, labels, states)
-        leases[:] = api.leases()["leases"] if wanted.is_of_leases or listing.form != "json" else []
+        criteria = wanted.named(api)
+        leases[:] = api.leases()["leases"] if criteria.is_of_leases or listing.form != "json" else []
         by_id, answer = {each["id"]: each for each in leases}, api.clients()
         found = [
             each
             for each in answer["clients"]
-            if wanted.takes(each["uid"], [each["gpu"]], each["verdict"], by_id.get(each["lease"] or ""))
+            if criteria.takes(each["uid"], [each["gpu"]], each["verdict"], by_id.get(each["lease"] or ""))
         ]
         return {**answer, "clients": found}
 
@@ -169,26 +173,14 @@ def clients(  # noqa: PLR0917 - an option each
 @click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
 @with_listing(lambda _: views.LEASES)
 @with_api
-def leases(  # noqa: PLR0917 - an option each
-    api: Api,
-    listing: Listing,
-    gpu: str | None,
-    owner: int | None,
-    name: str | None,
-    labels: Sequence[tuple[str, str | None]],
-    states: Sequence[str],
-    *,
-    mine: bool,
-    everything: bool,
-) -> None:
+def leases(api: Api, listing: Listing, wanted: Wanted, *, everything: bool) -> None:
     """List the leases. The waiting ones come last, in the order of the queue."""
-    uid = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Leases":
-        wanted = _Wanted(uid, _chosen_uuid(api, gpu), name, labels, states)
-        answer = api.leases(ended=everything or "ended" in states)
+        criteria = wanted.named(api)
+        answer = api.leases(ended=everything or "ended" in criteria.states)
         found = [
-            each for each in answer["leases"] if wanted.takes(each["owner"]["uid"], each["gpus"], each["state"], each)
+            each for each in answer["leases"] if criteria.takes(each["owner"]["uid"], each["gpus"], each["state"], each)
         ]
         return {**answer, "leases": found}
 

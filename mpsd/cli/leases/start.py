@@ -88,30 +88,19 @@ def _become(owner: User) -> dict[str, str]:
 
 # -- programs of other users -------------------------------------------------------------------------------------------
 
-_ALWAYS: Final[tuple[str, ...]] = ()
-_CHANGERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "su": _ALWAYS,
-    "runuser": _ALWAYS,
-    "sudo": _ALWAYS,
-    "doas": _ALWAYS,
-    "run0": _ALWAYS,
-    "pkexec": _ALWAYS,
-    "gosu": _ALWAYS,
-    "su-exec": _ALWAYS,
-    "setuidgid": _ALWAYS,
-    "s6-setuidgid": _ALWAYS,
-    "setpriv": ("--reuid", "--ruid", "--euid"),
-    "chroot": ("--userspec",),
-    "chpst": ("-u", "-U"),
-}
-"""By command, the options that make it change the user, if it does not always do so."""
+_CHANGERS: Final = frozenset(
+    {"su", "runuser", "sudo", "doas", "run0", "pkexec", "gosu", "su-exec", "setuidgid", "s6-setuidgid"}
+)
+"""Commands that change the user."""
+
+_CHANGE_BY: Final = {"setpriv": ("--reuid", "--ruid", "--euid"), "chroot": ("--userspec",), "chpst": ("-u", "-U")}
+"""By command, the options with which it changes the user."""
 
 
 def warning_of_another_user(command: Sequence[str]) -> str:
     """Warn about a command of root that starts a program as another user; empty for any other command."""
     name = Path(command[0]).name
-    options = _CHANGERS.get(name)
-    if options is None or (options and not any(each.startswith(options) for each in command[1:])):
+    if name not in _CHANGERS and not any(each.startswith(_CHANGE_BY.get(name, ())) for each in command[1:]):
         return ""
     return (
         f"a program that {name} starts as another user has no part in this lease: it gets error 46, or the whole GPU"

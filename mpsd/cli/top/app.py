@@ -139,7 +139,7 @@ class Rows(DataTable[Text]):
         self._headings: list[str] = []
         self._widths: list[int] = []
 
-    def write(self, headings: list[str], keys: list[str], texts: list[list[str]]) -> None:
+    def write(self, keys: list[str], headings: list[str], texts: list[list[str]]) -> None:
         """Show these rows; cells that did not change are not drawn again."""
         widths = [max(map(cells, column)) for column in zip(headings, *texts, strict=True)]
         if (headings, widths, keys) == (self._headings, self._widths, self._keys):
@@ -296,14 +296,14 @@ class Top(App[None]):
         self._faults.display = bool(taken.faults)
         self._faults.write(_fault_lines(taken.faults, width, lines))
         gpus = picture.gpus_shown(taken.gpus, most)
-        self._gpus.write(*_with_keys([f"{each.cells[0]}" for each in gpus], picture.gpu_rows(gpus, width - _BESIDE)))
+        self._gpus.write([each.cells[0] for each in gpus], *picture.gpu_rows(gpus, width - _BESIDE))
         self._gpus.styles.height = min(len(gpus), most) + 1
         self._gpu_rule.display = len(gpus) > most
         self._gpu_rule.write(
             Text(f"{most} of {len(gpus)} GPUs, those with a fault first; Tab and the arrows show more")
         )
         self._shown = picture.arranged(taken.entries, sort=_SORTS[self._sort], text=self._text, reverse=self._reverse)
-        self._table.write(*_with_keys([each.key for each in self._shown], picture.rows(self._shown, width - _BESIDE)))
+        self._table.write([each.key for each in self._shown], *picture.rows(self._shown, width - _BESIDE))
         self.call_after_refresh(self._write_rule)
 
     def _write_headline(self) -> None:
@@ -317,7 +317,8 @@ class Top(App[None]):
         is_old = self._error is not None or is_late
         self.screen_stack[0].set_class(is_old, "stale")
         if is_old:
-            said = _said(self._error) if self._error is not None else "mpsd does not answer"
+            # Without the hint, which would take lines from what the reader still has.
+            said = plain(self._error.detail) if self._error is not None else "mpsd does not answer"
             old = f"OLD: what follows is of {taken.time}, {age(taken.at.isoformat(), now)} ago; {said}"
             self._headline.write(Text(old, style="bold red reverse"))
             return
@@ -488,12 +489,6 @@ class Top(App[None]):
 
 def _said(error: MpsdError) -> str:
     return f"{plain(error.detail)} ({plain(error.hint)})" if error.hint else plain(error.detail)
-
-
-def _with_keys(
-    keys: list[str], fitting: tuple[list[str], list[list[str]]]
-) -> tuple[list[str], list[str], list[list[str]]]:
-    return fitting[0], keys, fitting[1]
 
 
 def _wanted(faults: Sequence[Fault]) -> int:

@@ -21,6 +21,7 @@ from mpsd.cli.render import (
     lack,
     percent,
     plural,
+    problems,
     size,
     state_of,
     taken_places,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 GPUS: Final = columns_of(
     ("GPU", "STATE", "THREADS", "GRANTED", "", "HELD", "OF", "UTIL", "TEMP", "POWER", "PLACES", "FOR YOU"),
     drops=("", "OF", "PLACES", "POWER", "TEMP"),
+    cuts=(),
 )
 COLUMNS: Final = columns_of(
     ("PID", "USER", "GPU", "HELD", "GRANTED", "THREADS", "STATE", "NAME", "LEASE", "HOLDER", "COMMAND"),
@@ -54,7 +56,10 @@ _NOTHING: Final = Figure(_NONE, -1)
 _TIME: Final = "%H:%M:%S"
 
 BAD: Final = frozenset(
-    {"violation", "faulty", "failed", "unknown", "misconfigured", "wedged", "unresponsive", "no lease"}
+    {
+        *("violation", "faulty", "failed", "unknown", "misconfigured", "wedged", "unresponsive", "impaired"),
+        *("no lease", "lost"),
+    }
 )
 """The words that stand for a fault."""
 IN_ORDER: Final = frozenset({"ok", "idle", "waiting"})
@@ -90,7 +95,7 @@ class Entry(NamedTuple):
     client: "answer_types.Client | None"
     daemon: str | None
     rank: int
-    """0 for a client with a violation, then other clients, idle leases, and requests that wait."""
+    """0 for a client with a violation, then other clients and lost ones, idle leases, and requests that wait."""
     cells: tuple[str, ...]
     """In the order of COLUMNS."""
     command: str = ""
@@ -155,10 +160,8 @@ def _read_commands(clients: "list[answer_types.Client]", commands: dict[tuple[in
 
 
 def _faults(status: "answer_types.Status") -> Iterator[Fault]:
-    found = (("fault", status["reasons"]), ("violation", status["violations"]), ("warning", status["warnings"]))
-    for word, problems in found:
-        for each in problems:
-            yield Fault(word, as_here(each["because"]), as_here(each["hint"]))
+    for word, each in problems(status):
+        yield Fault(word, as_here(each["because"]), as_here(each["hint"]))
 
 
 def count(faults: Iterable[Fault]) -> str:
@@ -190,14 +193,14 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> GpuRo
 
 
 def _state(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> str:
-    """Print the worst about a GPU in a word: its health, the state of its control daemon, or a refusal; else `ok`."""
+    """Print the worst about a GPU in a word: its health, its control daemon's state, what else is wrong, or `ok`."""
     if gpu["health"] != "ok":
         return gpu["health"]
     if daemon is not None and daemon["wedged"]:
         return "wedged"
     if daemon is not None and daemon["state"] != "ready":
         return state_of(daemon)
-    return "refused" if gpu["refused"] else "ok"
+    return "impaired" if gpu["impaired"] else "refused" if gpu["refused"] else "ok"
 
 
 def _details(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> Iterator[str]:
@@ -242,7 +245,8 @@ def _entries(
     for lease in leases:
         for share in lease["shares"]:
             if (lease["id"], share["daemon"]) not in seen:
-                yield _idle(lease, share["daemon"], 2, "idle")
+                is_lost = lease.get("lost")
+                yield _idle(lease, share["daemon"], 1 if is_lost else 2, "lost" if is_lost else "idle")
         if not lease["shares"]:
             yield _idle(lease, None, 3, "waiting")
 

@@ -164,12 +164,7 @@ class Room:
         return self._held[gpu].uids.keys() if gpu in self._held else ()
 
     def find(
-        self,
-        candidates: Iterable[Candidate],
-        uid: int,
-        count: int,
-        reserved: Reservations,
-        placement: Placement,
+        self, candidates: Iterable[Candidate], uid: int, count: int, reserved: Reservations, placement: Placement
     ) -> list[Candidate]:
         """Return the GPUs on which a user's request fits now, beside all reservations; none if there are too few.
 

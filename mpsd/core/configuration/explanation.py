@@ -4,16 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
-from mpsd.core.settings import (
-    Attach,
-    OnExpiry,
-    OnViolation,
-    Quota,
-    Settings,
-    Unadmitted,
-    Users,
-    WantedComputeMode,
-)
+from mpsd.core.settings import Attach, OnExpiry, OnViolation, Quota, Settings, Unadmitted, Users, WantedComputeMode
 from mpsd.core.units import format_size
 
 

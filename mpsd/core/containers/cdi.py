@@ -72,11 +72,7 @@ def lease_of(name: str) -> str | None:
 
 
 def document(
-    device: Device,
-    variables: Mapping[str, str],
-    *,
-    program: Sequence[str],
-    shared_memory: bool,
+    device: Device, variables: Mapping[str, str], *, program: Sequence[str], shared_memory: bool
 ) -> dict[str, object]:
     """Return the CDI document with the device of a lease; `edits` has the content."""
     hook = hook_of(device, variables, Program(program))

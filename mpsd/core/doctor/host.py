@@ -294,11 +294,7 @@ def _directories(seen: Observed) -> Iterator[Finding]:
         yield fail(because, remedy)
 
 
-@check(
-    "disk",
-    "there is free space for state, logs and sockets",
-    "No lease can be granted, and no log can be written.",
-)
+@check("disk", "there is free space for state, logs and sockets", "No lease can be granted, and no log can be written.")
 def _disk(seen: Observed) -> Iterator[Finding]:
     yield from _elsewhere(seen)
     for each in seen.files.space:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import frameworks, mps_facts
+from mpsd.core import mps_facts
+from mpsd.core.doctor import frameworks
 from mpsd.core.doctor.finding import (
     AS_ROOT,
     ClientSeen,
@@ -20,8 +21,8 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
+from mpsd.core.doctor.frameworks import Demand, Framework
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
-from mpsd.core.frameworks import Demand, Framework
 from mpsd.core.gpus import clients_max
 from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
@@ -189,9 +190,7 @@ def _sees_none(seen: Observed, devices: str) -> bool:
 
 
 @check(
-    "other-mpsd",
-    "only one mpsd runs on this node",
-    "Each mpsd grants the capacity that the other has already granted.",
+    "other-mpsd", "only one mpsd runs on this node", "Each mpsd grants the capacity that the other has already granted."
 )
 def _other_mpsd(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen.processes, AS_ROOT)

@@ -169,11 +169,7 @@ def _lost(lease: Lease, share: Share, process: ProcessIdentity, on: GpuProcess |
 
 
 def _unseen(
-    lease: Lease,
-    share: Share,
-    process: ProcessIdentity,
-    wrong: Violation | None,
-    hidden: Mapping[ProcessIdentity, str],
+    lease: Lease, share: Share, process: ProcessIdentity, wrong: Violation | None, hidden: Mapping[ProcessIdentity, str]
 ) -> VerifiedProcess:
     """Judge a process of a lease that was not seen on the GPU of a share."""
     holds = "keeps the lease, whose token it carries or may carry," if process in lease.bearers else "holds the lease,"

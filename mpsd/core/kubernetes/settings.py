@@ -171,15 +171,9 @@ class Settings:
     wait: float = row(
         10.0, _seconds, "Seconds for which a container waits until an earlier pod has released its devices."
     )
-    orphan_grace: float = row(
-        20.0,
-        _seconds,
-        "Seconds until a claim is released if kubelet lists it for no container.",
-    )
+    orphan_grace: float = row(20.0, _seconds, "Seconds until a claim is released if kubelet lists it for no container.")
     unreachable_grace: float = row(
-        15.0,
-        _seconds,
-        "Seconds without an answer from mpsd after which its devices are reported as unhealthy.",
+        15.0, _seconds, "Seconds without an answer from mpsd after which its devices are reported as unhealthy."
     )
     gpu_devices: GpuDevices = row(
         GpuDevices.ENVIRONMENT,
@@ -231,11 +225,7 @@ class Settings:
         "Whether the node's labels and annotation are written: `auto` (where `node` and the API server are known),"
         " `always`, or `never`.",
     )
-    pod_events: When = row(
-        When.AUTO,
-        parsers.choice(When),
-        "Whether events about pods are written: as `report`.",
-    )
+    pod_events: When = row(When.AUTO, parsers.choice(When), "Whether events about pods are written: as `report`.")
     report_interval: float = row(
         30.0,
         _seconds,

@@ -143,8 +143,7 @@ def max_unavailable(text: str) -> MaxUnavailable:
     match = re.fullmatch(r"([1-9][0-9]?|100)%|([1-9][0-9]{0,5})", text, re.ASCII)
     if match is None:
         raise InvalidRequestError(
-            f"{briefly(text)} is neither a number of nodes from 1 nor a percentage up to 100 %",
-            hint="such as 1, or 5%",
+            f"{briefly(text)} is neither a number of nodes from 1 nor a percentage up to 100 %", hint="such as 1, or 5%"
         )
     return MaxUnavailable(int(match[1] or match[2]), is_percentage=match[1] is not None)
 

@@ -10,12 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from mpsd.core.errors import (
-    ControlGarbledError,
-    ControlNoAnswerError,
-    ControlUnknownCommandError,
-    ServerNotFoundError,
-)
+from mpsd.core.errors import ControlGarbledError, ControlNoAnswerError, ControlUnknownCommandError, ServerNotFoundError
 from mpsd.core.units import briefly
 
 T = TypeVar("T")

@@ -17,10 +17,7 @@ BACKGROUND: Final = "-d"
 MANY_USERS: Final = "-multiuser-server"
 """One server for all uids."""
 
-BY_USERS: Final = {
-    Users.ONE: (FOREGROUND,),
-    Users.MANY: (FOREGROUND, MANY_USERS),
-}
+BY_USERS: Final = {Users.ONE: (FOREGROUND,), Users.MANY: (FOREGROUND, MANY_USERS)}
 """The flags with which mpsd starts a control daemon, by the setting `daemon.users`. One with other flags is not
 mpsd's."""
 

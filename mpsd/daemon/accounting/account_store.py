@@ -197,8 +197,7 @@ class AccountStore:
     def _prune_leases(self, too_old: int, size: int) -> None:
         self._count_leases()
         crowded = self._rows(
-            "SELECT uid, count(*) FROM leases WHERE ended IS NOT NULL GROUP BY uid HAVING count(*) > ?",
-            _LEASES_PER_UID,
+            "SELECT uid, count(*) FROM leases WHERE ended IS NOT NULL GROUP BY uid HAVING count(*) > ?", _LEASES_PER_UID
         )
         for uid, count in crowded:
             query = "SELECT number, length(data) FROM leases WHERE uid = ? AND ended IS NOT NULL ORDER BY ended"

@@ -62,8 +62,7 @@ class EventsQuery(RequestQuery, frozen=True):
     follow: Annotated[
         bool,
         parameter(
-            "Whether to keep sending new events until the caller disconnects.",
-            hint="pass follow=true, or omit it",
+            "Whether to keep sending new events until the caller disconnects.", hint="pass follow=true, or omit it"
         ),
     ] = False
     heartbeat: Annotated[
@@ -176,9 +175,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     user: Annotated[
         str,
         parameter(
-            "The uid of a user, to count this user only.",
-            refusal="is not a uid",
-            hint="pass user=1000, for example",
+            "The uid of a user, to count this user only.", refusal="is not a uid", hint="pass user=1000, for example"
         ),
         Meta(pattern=r"^([0-9]{1,10})?\Z"),
     ] = ""

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 from mpsd.client import answer_types
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
+from mpsd.core.lifecycle import State
 from mpsd.core.reload import ReloadResult
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
@@ -94,7 +95,7 @@ class OperatorHandlers:
     def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> answer_types.Operation:
         """Keep a finished operation, and return it."""
         name, now, state = supervisor.name, rendering.time(clock.now()), supervisor.snapshot().state
-        because = f"uid {request.uid} {did} {name}; it is {state}"
+        because = f"uid {request.uid} {did} {name}; it {'starts' if state is State.DOWN else f'is {state}'}"
         done = answer_types.Operation(
             id=_operation_id(),
             daemon=name,

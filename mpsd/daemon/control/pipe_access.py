@@ -130,11 +130,7 @@ class PipeAccess:
     """The access to one control daemon: `wanted` decides which uids have it, and only this class writes it."""
 
     def __init__(
-        self,
-        paths: DaemonPaths,
-        wanted: Callable[[], Admitted],
-        leases: Callable[[], Iterable[Lease]],
-        log: Logger,
+        self, paths: DaemonPaths, wanted: Callable[[], Admitted], leases: Callable[[], Iterable[Lease]], log: Logger
     ) -> None:
         """Take the paths; `wanted` returns the processes to admit now, and `leases` the leases on the daemon."""
         self.paths = paths
@@ -283,10 +279,7 @@ class PipeAccess:
             uids, groups = admitted.uids, () if admitted.group is None else (admitted.group,)
             servers_write = frozenset() if self._many_users else uids
             acls = tuple(
-                (
-                    path,
-                    acl.public(owner, others) if users is None else acl.private(owner, users, others, members),
-                )
+                (path, acl.public(owner, others) if users is None else acl.private(owner, users, others, members))
                 for path, owner, users, members, others in (
                     (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, groups, READ | EXECUTE),
                     (self.paths.control_socket, READ | WRITE, uids, groups, READ | WRITE),

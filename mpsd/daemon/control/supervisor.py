@@ -502,9 +502,7 @@ class Supervisor:
                 shared_memory.clear()
             self._start()
         else:
-            self._lifecycle.explain(
-                self.drainer.summary, f"end them at once, with their clients: mpsctl restart {self.name} --timeout 0"
-            )
+            self._lifecycle.explain(self.drainer.summary, f"end them at once, with their clients: {self._at_once}")
             await self._sleep(_TICK)
 
     def _start(self) -> None:
@@ -646,11 +644,7 @@ class Supervisor:
         if not desired.waits:
             return False
         if quits := self.drainer.advance():
-            self._move(
-                Event.STOP,
-                self.drainer.summary,
-                f"stop it at once, with its clients: mpsctl restart {self.name} --timeout 0",
-            )
+            self._move(Event.STOP, self.drainer.summary, f"stop it at once, with its clients: {self._at_once}")
         elif desired is not self.drainer.desired:
             self._apply_desired_state()
             self.changed.send()

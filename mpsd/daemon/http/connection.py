@@ -53,11 +53,7 @@ class Connection(asyncio.BufferedProtocol):
     """One connection and its peer."""
 
     def __init__(
-        self,
-        peer: Peer,
-        serve: Callable[[Message], Awaitable[None]],
-        inside: "set[Connection]",
-        patience: float,
+        self, peer: Peer, serve: Callable[[Message], Awaitable[None]], inside: "set[Connection]", patience: float
     ) -> None:
         """Create a connection whose first request may take `patience` seconds to arrive.
 

@@ -33,11 +33,7 @@ class Claims:
     """Adds holders to granted leases."""
 
     def __init__(
-        self,
-        ledger: Ledger,
-        holder_watch: HolderWatch,
-        group_commit: GroupCommit,
-        ceilings: Ceilings,
+        self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit, ceilings: Ceilings
     ) -> None:
         self._ledger = ledger
         self._holder_watch = holder_watch
@@ -205,12 +201,7 @@ class Claims:
         is_renewed = (lease.ttl, lease.expires) != (taken.ttl, taken.expires)
         life = lease if is_renewed else before
         back = structs.replace(
-            lease,
-            owner=before.owner,
-            holders=(),
-            claim=before.claim,
-            ttl=life.ttl,
-            expires=life.expires,
+            lease, owner=before.owner, holders=(), claim=before.claim, ttl=life.ttl, expires=life.expires
         )
         self._ledger.put_back(back, clock.monotonic())
         self._holder_watch.unwatch(back.id)

@@ -192,11 +192,7 @@ class AdmissionChecks:
         return await self._reader.ask(owner_of(pid), foreign_files.hidden, pid, places)
 
     def _visible(
-        self,
-        request: LeaseRequest,
-        named: NamedHolder | Claim,
-        offers: Sequence[Offer],
-        elsewhere: Reading[list[Path]],
+        self, request: LeaseRequest, named: NamedHolder | Claim, offers: Sequence[Offer], elsewhere: Reading[list[Path]]
     ) -> LeaseRequest:
         """Restrict a request to the GPUs whose pipe directory its holder sees. Raises NotPermittedError."""
         if isinstance(named, Claim) or not isinstance(named.watched, Process):

@@ -1,7 +1,6 @@
 """The end of one client by an administrator, with a lease or without one: who it may be, and how far it has come."""
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Final
@@ -9,8 +8,10 @@ from typing import Final
 from mpsd.core.enforcement.ending import EndCause, Ending
 from mpsd.core.errors import DaemonNotReadyError, NotFoundError, NotPermittedError
 from mpsd.core.events import EventName
+from mpsd.core.lifecycle import State
 from mpsd.core.model import Known, ProcessIdentity
 from mpsd.core.supervision.drain import Blocker, Operation, Outcome
+from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.leases import Leases
@@ -53,7 +54,7 @@ class ClientEnds:
         # The descriptor comes before all looks, and shows after them that they were at this process.
         with closing(living):
             self._check(pid)
-            daemons = await self._daemons_of(pid)
+            daemons = await self._daemons_of(identity)
             leases = [each for each in self._leases.ledger.leases.values() if identity in each.clients]
             has = f"with {' and '.join(f'lease {each.id}' for each in leases)}" if leases else "without a lease"
             because = f"uid {by} ends it, a client of {' and '.join(daemons)} {has}"
@@ -98,17 +99,23 @@ class ClientEnds:
         if pid in {_INIT, os.getpid()} or proc.parent(pid) == os.getpid():
             raise NotPermittedError(f"process {pid} is mpsd's own, or the machine's first", hint=_CLIENTS)
 
-    async def _daemons_of(self, pid: int) -> list[str]:
+    async def _daemons_of(self, process: ProcessIdentity) -> list[str]:
         """Return the control daemons of which a process is a client, by their servers or by NVML.
 
-        What is known already is enough; otherwise all are asked, and the GPUs are read.
+        What the servers reported already is enough; otherwise all are asked, and the GPUs are read.
         """
-        found = [*self._listing(pid)]
-        late: list[str] = []
+        pid, late = process.pid, list[str]()
+        found = [each.name for each in self._control_daemons.supervisors() if _lists(each, process)]
         if not found:
-            late = await self._control_daemons.ask([each.name for each in self._control_daemons.supervisors()])
+            # A failed one is proven dead, and lists nobody.
+            living = [each.name for each in self._control_daemons.supervisors() if each.state is not State.FAILED]
+            late = await self._control_daemons.ask(living)
             await self._gpus.read()
-            found = [*self._listing(pid)]
+            found = [
+                each.name
+                for each in self._control_daemons.supervisors()
+                if _lists(each, process) or self._has_on_gpu(each, pid)
+            ]
         if found:
             return found
         if late:
@@ -121,14 +128,16 @@ class ClientEnds:
             hint=f"end it by a signal: kill {pid}; {_CLIENTS}",
         )
 
-    def _listing(self, pid: int) -> Iterator[str]:
-        usages = self._gpus.usages
-        for supervisor in self._control_daemons.supervisors():
-            usage = usages.get(supervisor.gpu.uuid)
-            on_gpu = usage.value.processes.get(pid) if isinstance(usage, Known) else None
-            listed = any(pid in server.clients for server in supervisor.servers)
-            if listed or (on_gpu is not None and on_gpu.mps):
-                yield supervisor.name
+    def _has_on_gpu(self, supervisor: Supervisor, pid: int) -> bool:
+        """Tell whether NVML has listed a process as a client on a GPU, which names it by its pid alone."""
+        usage = self._gpus.usages.get(supervisor.gpu.uuid)
+        on_gpu = usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        return on_gpu is not None and on_gpu.mps
+
+
+def _lists(supervisor: Supervisor, process: ProcessIdentity) -> bool:
+    """Tell whether a server has listed a process, and not an ended client whose pid the process has now."""
+    return any(process in server.opened for server in supervisor.servers)
 
 
 def _id(identity: ProcessIdentity) -> str:

@@ -265,6 +265,7 @@ class Node:
             violations=[each.because for each in self.violation_monitor.violations],
             limited=self.settings.current.limits_strangers,
             lost=[each for each in self.leases.ledger.leases.values() if each.lost],
+            outsiders=self.violation_monitor.outsiders,
         )
 
     @property

@@ -72,10 +72,7 @@ class UnleasedClients:
         return before != sums
 
     def _amounts(
-        self,
-        attached: Iterable[AttributedClient],
-        daemons: Iterable[Daemon],
-        usages: Mapping[str, Reading[GpuUsage]],
+        self, attached: Iterable[AttributedClient], daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]]
     ) -> Iterator[tuple[str, int | None, Amount]]:
         """Yield what each client without a lease counts as, with its GPU and its uid."""
         listed = set[ClientKey]()

@@ -23,6 +23,7 @@ from mpsd.core.model import (
     GpuUsage,
     Known,
     Lease,
+    Outsider,
     ProcessIdentity,
     Reading,
     Server,
@@ -92,6 +93,7 @@ class ViolationMonitor:
         self._too_large: set[tuple[str, tuple[str, ...]]] = set()
         """Those of them that hold more together than these leases have left."""
         self._of_other_users: list[Violation] = []
+        self.outsiders: tuple[Outsider, ...] = ()
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
         """By control daemon and server, since when it handles a fatal fault."""
@@ -294,6 +296,8 @@ class ViolationMonitor:
         holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
+        parents = {each.pid for each in daemons}
+        outsiders = list[Outsider]()
         clients = {(each.client.gpu, each.client.identity): each for each in attached}
         # 1. Servers belong to no lease, and a process that has ended holds nothing, although NVML may list it a moment
         #    longer.
@@ -301,6 +305,7 @@ class ViolationMonitor:
         # 3. The memory of a client whose lease cannot be known counts for all the leases that it may belong to.
         # 4. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
         # 5. Any other process may belong to a family in which a holder has changed its user.
+        # 6. What is left uses the GPU outside MPS without a lease, unless it is a server that has just started.
         # A holder that has changed its user skips 2 and 4: its memory is not its lease's any more.
         for gpu, usage in self.usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
@@ -320,7 +325,10 @@ class ViolationMonitor:
                     now_held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
+                elif not each.mps and client is None and proc.parent(pid) not in parents:
+                    outsiders.append(Outsider(gpu, pid, proc.real_uid(pid)))
         self.held, self._held_by_undecided, self._of_other_users = now_held, undecided, [*of_others.values()]
+        self.outsiders = tuple(outsiders)
         self.visibility.look({each for held in now_held.values() for each, on in held.items() if not on.mps})
 
     def _doubt(self, attached: Iterable[AttributedClient]) -> Iterator[Doubt]:

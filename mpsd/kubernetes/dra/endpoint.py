@@ -72,10 +72,7 @@ class Endpoint(Part):
 
     def _info(self, _: registration.InfoRequest, __: grpc.ServicerContext) -> registration.PluginInfo:
         return registration.PluginInfo(
-            type="DRAPlugin",
-            name=self._settings.domain,
-            endpoint=str(self._socket.path),
-            supported_versions=_VERSIONS,
+            type="DRAPlugin", name=self._settings.domain, endpoint=str(self._socket.path), supported_versions=_VERSIONS
         )
 
     def _notify(

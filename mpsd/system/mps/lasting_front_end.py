@@ -91,12 +91,7 @@ class LastingFrontEnd:
 
     @classmethod
     def start(
-        cls,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        answer: Path,
-        allowed: frozenset[Capability] | None,
+        cls, argv: Sequence[str], *, env: Mapping[str, str], answer: Path, allowed: frozenset[Capability] | None
     ) -> "LastingFrontEnd":
         """Start a front-end, which waits for its input. Raises OSError where it cannot be started."""
         sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -396,7 +396,7 @@ def test_hostile_text(short_tmp: Path) -> None:
     gpu = {"uuid": "GPU-0", "index": 0, "name": hostile, "health": "ok", "because": hostile, "hint": None}
     gpu |= {"memory_total": 2**34, "threads_granted": 0.0, "clients": 0, "utilization": None, "temperature": None}
     gpu |= {"memory_granted": 0, "memory_held": None, "clients_unleased": 1, "clients_max": 48, "refused": None}
-    gpu |= {"power": None, "power_limit": None, "obstacle": None}
+    gpu |= {"power": None, "power_limit": None, "obstacle": None, "impaired": None}
     daemon = {"gpu": "GPU-0", "name": "gpu0", "state": "ready", "because": "", "hint": None, "wedged": False}
     daemon |= {"operation": None}
     client = {"pid": 7, "uid": 0, "daemon": "gpu0", "lease": None, "memory_held": None, "verdict": "violation"}

@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, target
-from tests.daemon.helpers import event, is_running, stopped
+from tests.daemon.helpers import event, is_running, needs_last_pid, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Answer, Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -117,6 +117,18 @@ def test_unknown(node: Node) -> None:
         answer = end(node, bystander.pid)
         assert (answer.status, answer.json["code"]) == (409, "daemon_not_ready")
         bystander.kill()
+
+
+@needs_last_pid
+def test_pid_that_was_reused(node: Node) -> None:
+    """A process with the pid of an ended client is none, even while a server that hangs lists the client."""
+    with target(node) as client, stopped(client.hello["server"]):
+        client.kill()
+        with with_pid(client.pid) as innocent:
+            assert end(node, innocent.pid).status in {404, 409}
+            innocent.communicate()
+            assert innocent.returncode == 0
+    assert not node.events("client_ending")
 
 
 @needs_root

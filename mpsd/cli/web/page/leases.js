@@ -22,6 +22,13 @@ function memory(lease) {
   return lease.pinned_device_mem_limit === null ? "-" : size(lease.pinned_device_mem_limit);
 }
 
+/** Return the number of a lease's clients, without those that lost their server. */
+function clients(lease) {
+  const lost = lease.lost?.length ?? 0;
+  const most = lease.processes * (lease.shares.length || 1) || "any";
+  return `${lease.clients.length - lost} of ${most}${lost ? `, ${lost} lost` : ""}`;
+}
+
 /** The columns: heading, text, and the sort key if it differs from the text. */
 const COLUMNS = [
   ["Lease", (lease) => lease.id],
@@ -31,7 +38,7 @@ const COLUMNS = [
   ["Memory", memory, (lease) => lease.pinned_device_mem_limit ?? 0],
   ["Held", (lease, node) => { const found = held(lease, node); return found === null ? "-" : size(found); }, (lease, node) => held(lease, node) ?? 0],
   ["User", (lease, node) => node.users[lease.owner.uid]],
-  ["Clients", (lease) => `${lease.clients.length} of ${lease.processes * (lease.shares.length || 1) || "any"}`, (lease) => lease.clients.length],
+  ["Clients", clients, (lease) => lease.clients.length],
   ["Age", (lease, node) => age(lease.created, node.now), (lease) => -Date.parse(lease.created)],
   ["Expires", (lease, node) => (expiry(lease) === null ? "-" : until(lease.expires, node.now)), (lease) => (expiry(lease) === null ? Infinity : Date.parse(lease.expires))],
   ["Name", (lease) => lease.name || "-"],

@@ -60,9 +60,11 @@ function show() {
 /** Return the problems with their remedies, and the limits that mpsd set back, without repeating the first line. */
 function toKnow(status, first) {
   const remedy = (subject, each) => (first.includes(each.because) ? `${subject}: ${each.hint}` : `${each.because} → ${each.hint}`);
+  const subject = (each) => each.subject ?? `${each.kind}, process ${each.pid}`;
+  const lingers = status.violations.filter((each) => each.kind === "lingers"); // which the fault names, too
+  const others = status.violations.filter((each) => each.kind !== "lingers");
   return [
-    ...[...status.reasons, ...status.warnings].map((each) => remedy(each.subject, each)),
-    ...status.violations.map((each) => remedy(`${each.kind}, process ${each.pid}`, each)),
+    ...[...status.reasons, ...others, ...status.warnings, ...lingers].map((each) => remedy(subject(each), each)),
     ...status.daemons.flatMap((each) => each.undone).map((each) => `${each.because} (${age(each.undone, node.now)} ago)`),
   ];
 }

@@ -5,8 +5,8 @@ from typing import Final
 
 import pytest
 
-from mpsd.core import frameworks
-from mpsd.core.frameworks import JAX, LIBRARIES, SGLANG, TABLE, VLLM, Demand, Framework
+from mpsd.core.doctor import frameworks
+from mpsd.core.doctor.frameworks import JAX, LIBRARIES, SGLANG, TABLE, VLLM, Demand, Framework
 
 COMMANDS: Final[tuple[tuple[Sequence[str], Framework | None], ...]] = (
     (("vllm", "serve"), VLLM),

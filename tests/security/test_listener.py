@@ -138,8 +138,8 @@ class TestEnvironment:
         """A name that MPS, the driver and mpsd do not use is refused with a message, and with it the lease."""
         odd = lease(**{name: "/tmp/evil.so"})
         arguments = {
-            "run": ("run", "--threads", "5", "--", "true"),
-            "admit": ("admit", "--threads", "5", "-o", "env"),
+            "run": ("run", "--threads", "5", "--memory", "1GiB", "--", "true"),
+            "admit": ("admit", "--threads", "5", "--memory", "1GiB", "-o", "env"),
             "show": ("show", "lease-0000000001", "-o", "env"),
         }[command]
         with listening(short_tmp / "s", 0, {"/v1/leases": odd, "/v1/leases/lease-0000000001": odd}):
@@ -152,7 +152,7 @@ class TestEnvironment:
         """Names of CUDA, NVIDIA and mpsd are accepted."""
         odd = lease(NVIDIA_VISIBLE_DEVICES="0", MPSD_NEW="1")
         with listening(short_tmp / "s", 0, {"/v1/leases": odd}):
-            done = run_mpsctl(short_tmp / "s", "run", "--threads", "5", "--", "env")
+            done = run_mpsctl(short_tmp / "s", "run", "--threads", "5", "--memory", "1GiB", "--", "env")
         assert {"NVIDIA_VISIBLE_DEVICES=0", "MPSD_NEW=1"} <= {*done.stdout.splitlines()}
 
 

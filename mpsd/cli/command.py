@@ -64,8 +64,12 @@ def with_api(function: Callable[..., None]) -> Callable[..., None]:
 
 def with_form(*more: str) -> Adds:
     """Add `-o` to a command, with `more` formats besides table and json."""
-    forms = click.Choice(["table", "json", *more])
-    return click.option("-o", "--output", "form", type=forms, default="table", show_default=True, help="Output format.")
+    return _with_forms(["table", "json", *more], "Output format.")
+
+
+def _with_forms(forms: Sequence[str], help_: str) -> Adds:
+    kinds = click.Choice(forms)
+    return click.option("-o", "--output", "form", type=kinds, default="table", show_default=True, help=help_)
 
 
 class Listing(NamedTuple):
@@ -92,11 +96,6 @@ _WATCH: Final = click.option(
 _NO_HEADERS: Final = click.option("--no-headers", is_flag=True, help="Leave the headings out.")
 
 
-def _with_form(*forms: str, help_: str) -> Adds:
-    kinds = click.Choice(["table", "wide", *forms, "json"])
-    return click.option("-o", "--output", "form", type=kinds, default="table", show_default=True, help=help_)
-
-
 def with_listing(columns: Columns) -> Adds:
     """Pass a Listing to a command that lists one thing, from the options of lists."""
 
@@ -107,10 +106,9 @@ def with_listing(columns: Columns) -> Adds:
         return [each for each in keys(context) if each.startswith(incomplete)]  # click takes `-` for an option
 
     options = together(
-        _with_form(
-            "name",
-            "csv",
-            help_="Output format: wide and csv have every column, csv in plain numbers (bytes, percent, RFC 3339), and"
+        _with_forms(
+            ["table", "wide", "name", "csv", "json"],
+            "Output format: wide and csv have every column, csv in plain numbers (bytes, percent, RFC 3339), and"
             " name has the first column alone.",
         ),
         click.option(
@@ -160,7 +158,7 @@ def print_listing(listing: Listing, ask: Callable[[], T], view: Callable[[T], ta
 def with_overview(function: Callable[..., None]) -> Callable[..., None]:
     """Pass a Listing to a command whose answer is no list."""
 
-    @together(_with_form(help_="Output format; wide has every column."), _NO_HEADERS, _WATCH)
+    @together(_with_forms(["table", "wide", "json"], "Output format; wide has every column."), _NO_HEADERS, _WATCH)
     @functools.wraps(function)
     def command(*, form: str, no_headers: bool, watch: float | None, **others: object) -> None:
         look = tables.look_of(wide=form == "wide", headings=not no_headers)

@@ -67,44 +67,41 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
-class NotPermittedError(RequestError):
+class ForbiddenError(RequestError):
+    """Policy, or a lack of rights, forbids the request."""
+
+    status = 403
+    exit_code = 77
+
+
+class NotPermittedError(ForbiddenError):
     """The caller's role does not allow the request, or the request names a process or a lease of another user."""
 
     code = "not_permitted"
-    status = 403
-    exit_code = 77
 
 
-class PeerUnknownError(RequestError):
+class PeerUnknownError(ForbiddenError):
     """The kernel could not identify the calling process, so no lease can be tied to its life."""
 
     code = "peer_unknown"
-    status = 403
-    exit_code = 77
 
 
-class QuotaError(RequestError):
+class QuotaError(ForbiddenError):
     """The request exceeds the caller's quota; the error names the quota and what is left of it."""
 
     code = "quota"
-    status = 403
-    exit_code = 77
 
 
-class QuarantinedError(RequestError):
+class QuarantinedError(ForbiddenError):
     """Control daemons crashed while the caller's uid or container had pipe access; an administrator can pardon it."""
 
     code = "quarantined"
-    status = 403
-    exit_code = 77
 
 
-class ExceedsDaemonLimitError(RequestError):
+class ExceedsDaemonLimitError(ForbiddenError):
     """The request exceeds the limits that the control daemon sets for every client."""
 
     code = "exceeds_daemon_limit"
-    status = 403
-    exit_code = 77
 
 
 class NeverFitsError(RequestError):

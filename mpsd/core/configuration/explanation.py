@@ -27,8 +27,8 @@ def explain(settings: Settings, *, serves_many: bool | None = None) -> dict[str,
     }
 
 
-def _who(listed: Sequence[str], nobody: str = "no user") -> str:
-    return "every user" if "*" in listed else ", ".join(listed) or nobody
+def _who(listed: Sequence[str]) -> str:
+    return "every user" if "*" in listed else ", ".join(listed) or "no user"
 
 
 def _connect(settings: Settings) -> str:

@@ -266,7 +266,7 @@ def _share(share: Share, own: Mapping[str, str]) -> answer_types.Share:
     }
 
 
-def outline(found: Lease, place: QueuePlace | None = None) -> answer_types.Lease:
+def outline(found: Lease, place: QueuePlace | None) -> answer_types.Lease:
     """Return what other users may see of a lease: owner, name, shares, times and clients.
 
     What its owner wrote or runs is left out: labels, environment, holders and bearers.

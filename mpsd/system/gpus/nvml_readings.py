@@ -43,7 +43,7 @@ _PCI: Final = re.compile(r"(?:0000)?([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-
 """NVML writes the domain with four or with eight digits."""
 
 
-def hardware(lib: Any, handle: object, sysfs: Path = Path("/sys")) -> Hardware:  # noqa: ANN401 - pynvml has no types
+def hardware(lib: Any, handle: object) -> Hardware:  # noqa: ANN401 - pynvml has no types
     """Read what a GPU is; what cannot be read is None, whatever the reason."""
     brand = _try(lib, lambda: int(lib.nvmlDeviceGetBrand(handle)))
     architecture = _try(lib, lambda: int(lib.nvmlDeviceGetArchitecture(handle)))
@@ -56,7 +56,7 @@ def hardware(lib: Any, handle: object, sysfs: Path = Path("/sys")) -> Hardware: 
         architecture=_word(_ARCHITECTURES, architecture),
         cuda_version=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         pci_bus_id=pci,
-        pcie_root=None if pci is None else pcie_root(sysfs, pci),
+        pcie_root=None if pci is None else pcie_root(Path("/sys"), pci),
     )
 
 

@@ -58,6 +58,9 @@ CHANGES: Final = (
 OF_DAEMONS: Final = ("hold", "drain", "resume", "restart", "reset")
 """The commands on control daemons."""
 
+OF_DAEMON: Final = {"start": "resume", "stop": "drain"}
+"""What starts and stops a control daemon here."""
+
 OF_SYSTEMD: Final = ("start", "stop", "restart", "enable", "disable")
 """What systemd does to mpsd's service, where it is typed for `mpsd` or `mpsctl service`."""
 
@@ -81,7 +84,7 @@ OPTIONS: Final = {
     "--threads": "--percent --percentage --sm",
     "--gpu": "-g --gpu-id --device",
     "--gpus": "--num-gpus --ngpus",
-    "--wait": "--block",
+    "--wait": "--block --timeout",
     "--only": "--check",
     "--every": "--interval",
     "--watch": "--interval",
@@ -114,6 +117,7 @@ VALUES: Final = {
     "--name": "train",
     "--daemon": "gpu0",
     "--canary": "gpu0",
+    "--sort": "memory",
     "--since": "2h",
     "--until": "1h",
     "--last": "20",
@@ -156,6 +160,8 @@ ELSEWHERE: Final = {
     ("mpsctl release", "--all"): "mpsctl release $(mpsctl leases --mine -o name)",
     ("mpsctl top", "-w"): "mpsctl top --every 2s",
     ("mpsd", "--simulate"): EXAMPLES["mpsd run"],
-    ("mpsd demo", "--gpus"): "mpsd run --root /tmp/mpsd --simulate 4",
+    **dict.fromkeys(
+        (("mpsd demo", each) for each in ("--gpu", "--gpus", "--simulate")), "mpsd run --root /tmp/mpsd --simulate 4"
+    ),
 }
 """Options that a command does not have, and the way to the same end."""

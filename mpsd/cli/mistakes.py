@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from shlex import join, quote
@@ -41,7 +41,8 @@ def refusal(error: click.UsageError, program: str = "mpsctl") -> MpsdError:
             said, meant = f"{_name(parameter)} is missing", _completed(context, parameter)
         case click.BadParameter(param=parameter):
             name = str(error.param_hint or (parameter and _name(parameter)) or "")
-            said, meant = f"{name}: {error.message}" if name else error.message, corrected(context, name)
+            message = error.message.replace("is not a valid integer range", "is not a whole number")
+            said, meant = f"{name}: {message}" if name else message, corrected(context, name)
         case click.BadOptionUsage(option_name=option):
             said, meant = f"{option} has no value", join([program, *sys.argv[1:], _valid(option, "")])
     said = said.removesuffix(".")
@@ -60,10 +61,13 @@ _OPTION: Final = {"active_thread_percentage": "--threads", "pinned_device_mem_li
 
 
 def with_command(error: MpsdError) -> MpsdError:
-    """Add the command line with a valid value to mpsd's refusal of an option's value, if its hint has no command."""
-    is_of_option = isinstance(error, InvalidRequestError) and error.is_answer and "mpsctl " not in error.hint
-    if is_of_option and error.limit is not None:
-        line = corrected(None, _OPTION.get(error.limit, f"--{error.limit}"))
+    """Add the command line with a valid value to mpsd's refusal of an option's value, if its hint has none."""
+    has_command = "mpsctl " in error.hint and error.limit != "gpu"
+    if isinstance(error, InvalidRequestError) and error.is_answer and not has_command and error.limit is not None:
+        words = words_of(None)
+        fewer = _dropped(words, ("--threads", "--memory")) if error.limit == "fraction" else words
+        option = _OPTION.get(error.limit, f"--{error.limit}")
+        line = join(fewer) if fewer != words else corrected(None, option)
         error.hint += "" if line is None else f": {line}"
     return error
 
@@ -89,11 +93,13 @@ def _command(context: click.Context, words: Sequence[str]) -> str:
     near = _near(context, word, rest)
     if context.parent is not None and near is not None:
         return near
-    return _habit(word, rest) or near or f"{path} --help"
+    return (_habit(word, rest) if path in {"mpsctl", "mpsd"} else near) or near or f"{path} --help"
 
 
 def _habit(word: str, rest: Sequence[str]) -> str | None:
     """Return the command that a word of another tool means, with the words that follow."""
+    if word in habits.OF_DAEMON and rest and re.fullmatch(r"gpu[0-9]+", rest[0]):
+        return join(["mpsctl", habits.OF_DAEMON[word], *rest])
     habit = next((each for each in (*habits.LOOKS, *habits.CHANGES) if word in each.words.split()), None)
     if habit is None:
         return None
@@ -158,6 +164,8 @@ def _without(context: click.Context, option: str) -> str | None:
         return join(["mpsctl", *words[1:]])
     if (path, option) in habits.ELSEWHERE:
         return habits.ELSEWHERE[path, option]
+    if path == "mpsctl" and (name := next((each for each in words[1:] if each in NAMES), None)):
+        return join(["mpsctl", *sorted(words[1:], key=name.__ne__)])  # `-o json leases`
     there = [each for parameter in command.get_params(context) for each in parameter.opts]
     meanings = [each for each, words in habits.OPTIONS.items() if option in words.split()]
     if not meanings and option not in habits.ABSENT:
@@ -190,6 +198,11 @@ def corrected(context: click.Context | None, option: str) -> str | None:
     given += [value for name, _, value in (each.partition("=") for each in words) if name in names]
     if not given:
         return None
+    several = {*",".join(given).split(",")} - {""} if option == "--gpu" else ()
+    if len(several) > 1 and (context is None or any("--gpus" in each.opts for each in parameters)):
+        place = next(place for place, each in enumerate(words) if each.partition("=")[0] == "--gpu")
+        fewer = _dropped(words, ("--gpu",))
+        return join([*fewer[:place], "--gpus", f"{len(several)}", *fewer[place:]])
     if parameter is not None and isinstance(parameter.type, click.Choice):
         choices = [*parameter.type.choices]
         value = next(iter(get_close_matches(given[0], choices, n=1)), "json" if "json" in choices else choices[0])
@@ -218,6 +231,17 @@ def _replaced(words: Sequence[str], options: Sequence[str], value: str) -> Itera
         done = True
 
 
+def _dropped(words: Sequence[str], options: Collection[str]) -> list[str]:
+    """Return a command line without some options and their values, except behind `--`."""
+    end = words.index("--") if "--" in words else len(words)
+    kept = [
+        word
+        for before, word in pairwise(["", *words[:end]])
+        if before not in options and word.partition("=")[0] not in options
+    ]
+    return [*kept, *words[end:]]
+
+
 _OWN_PID: Final = "$$"
 """What a shell replaces by its pid."""
 
@@ -229,6 +253,9 @@ _DURATIONS: Final = frozenset({"--ttl", "--wait", "--timeout", "--every", "--wat
 
 def _valid(option: str, given: str) -> str:
     """Return a valid value of an option, as near as possible to the given one; empty where none is known."""
+    if option in _DURATIONS and (clock := re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-9]{2}):[0-9]{2}", given)):
+        days, hours, minutes = (int(each or 0) for each in clock.groups())  # as Slurm has it
+        return f"{(days * 24 + hours) * 60 + minutes}m"
     found = _NUMBER.fullmatch(given)
     number, unit = found.groups() if found is not None else ("", "")
     count = float(number.replace(",", ".") or 0)

@@ -326,7 +326,10 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
         every = len(open_to_all) == len(usable) > 1
         which = f"a GPU (on all {len(usable)} GPUs)" if every else ", ".join(open_to_all)
         because = f"a program that misses MPS gets all of {which}"
-        hint = 'to close it, set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: ' + RELOAD
+        hint = (
+            'to close it, while the GPUs are idle, set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: '
+            + RELOAD
+        )
         yield Reason(Kind.NOT_CLOSED, "node", because, hint)
 
 

@@ -93,7 +93,7 @@ def _in_words(message: Mapping[str, Any]) -> str:
             text = f"{error}; try: help"
         case {"mps": mps, "pid": process, "active_thread_percentage": threads, "memory": memory}:
             where = f"a client of MPS server {message['server']}" if mps else "a process outside MPS, without limits"
-            text = f"pid {process} is {where}: {threads:g} % of the threads, {memory / 2**30:.4g}GiB"
+            text = f"pid {process} is {where}: {threads:g} % of the threads, {format_size(memory)}"
         case {"allocated": size}:
             text = f"{format_size(size)} of device memory allocated"
         case {"seconds": seconds}:

@@ -43,6 +43,9 @@ MISTAKES = {
     "salloc": "mpsctl shell --fraction 0.25",
     "set": "mpsctl config",
     "lease": "mpsctl leases",
+    "start gpu0": "mpsctl resume gpu0",
+    "stop gpu0 --timeout 5m": "mpsctl drain gpu0 --timeout 5m",
+    "cluster nodes": "mpsctl cluster --help",
     "demo": "mpsd demo",
     "check --config x.toml": "mpsd check --config x.toml",
     "service start": "systemctl start mpsd",
@@ -52,6 +55,8 @@ MISTAKES = {
     "run python train.py": RUN,
     "run -- python train.py": RUN,
     "run 0.5 python train.py": "mpsctl run --fraction 0.5 -- python train.py",
+    "run python train.py --fraction 0.25": RUN,
+    "run -- --fraction 0.25 python train.py": RUN,
     "run --fraction 0.25": RUN,
     "run --fraction 0.25 --": RUN,
     "run --threads 25 -- true": "mpsctl run --memory 8GiB --threads 25 -- true",
@@ -84,7 +89,15 @@ MISTAKES = {
     " mpsctl run --fraction 0.1 --name 'a b' -- true",
     "admit --fraction 0.1 --ttl 0": "mpsctl admit --fraction 0.1 --ttl 2h",
     "admit --fraction 0.1 --ttl 10000000h": "mpsctl admit --fraction 0.1 --ttl 2h",
-    "admit --gpu 0 --gpu 1 --fraction 0.1": 'eval "$(mpsctl admit --threads 25 --memory 8GiB -o env)"',
+    "admit --gpu 0 --gpu 1 --fraction 0.1": "mpsctl admit --gpus 2 --fraction 0.1",
+    "run --fraction 0.1 --gpu 0,1 -- true --gpu 0": "choose 0 (gpu0), 1 (gpu1), or a UUID: mpsctl gpus -o wide:"
+    " mpsctl run --fraction 0.1 --gpus 2 -- true --gpu 0",
+    "run --fraction 0.1 --gpu 7 -- true": "choose 0 (gpu0), 1 (gpu1), or a UUID: mpsctl gpus -o wide:"
+    " mpsctl run --fraction 0.1 --gpu 0 -- true",
+    "run --fraction 0.5 --threads 25 -- true --threads 8": "give either a fraction, or threads and memory:"
+    " mpsctl run --fraction 0.5 -- true --threads 8",
+    "run --fraction 0.1 --ttl 1-01:30:00 -- true": "mpsctl run --fraction 0.1 --ttl 1530m -- true",
+    "leases --sort threds": "mpsctl leases --sort memory",
     "admit --processes 0 --fraction 0.1": "processes is a whole number from 1 to 1000, or any:"
     " mpsctl admit --processes 2 --fraction 0.1",
     "drain gpu0 --timeout=-5": "mpsctl drain gpu0 --timeout=1h",
@@ -96,6 +109,8 @@ MISTAKES = {
     "run -n train --fraction 0.1 -- true": "mpsctl run --name train --fraction 0.1 -- true",
     "run --treads 25 --memory 8GiB -- true": "mpsctl run --threads 25 --memory 8GiB -- true",
     "run --cpus 4 --fraction 0.1 -- true": RUN,
+    "run --timeout 5m --fraction 0.1 -- true": "mpsctl run --wait 5m --fraction 0.1 -- true",
+    "-o json leases": "mpsctl leases -o json",
     "events --tail 5": "mpsctl events --last 5",
     "drain --gpu gpu0": "mpsctl drain gpu0",
     "drain gpu1 --force": "mpsctl drain gpu1 --timeout 0",
@@ -128,10 +143,11 @@ MISTAKES = {
     "pardon nobody-of-this-name": "what is quarantined: mpsctl status",
     "events --lease nosuch": "the leases: mpsctl leases --all",
     "release nosuch": "list the leases: mpsctl leases",
+    "verify 4194304": "mpsctl verify --pid 4194304",
 }
 """What a newcomer types behind `mpsctl`, and the hint of the answer."""
 
-NOT_THERE = {"pardon nobody-of-this-name", "events --lease nosuch", "release nosuch"}
+NOT_THERE = {"pardon nobody-of-this-name", "events --lease nosuch", "release nosuch", "verify 4194304"}
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
@@ -367,6 +383,11 @@ def check(path: Path) -> "subprocess.CompletedProcess[str]":
     ("content", "hint"),
     [
         pytest.param(b"[daemon]\ndeaths = 0", "The default is 5; mpsd.toml(5) describes it.", id="a setting"),
+        pytest.param(
+            b"[admission]\noversubscribe = 2", "known settings: admission.threads_oversubscription", id="unlike"
+        ),
+        pytest.param(b"[daemon]\nuser = 1", "did you mean 'daemon.users'?", id="a near setting"),
+        pytest.param(b"[daemon]\nusers = one", 'fix that line; text is in quotes, as in users = "one"', id="no quotes"),
         pytest.param(b"\x7fELF\x02\xff\xfe", "name a configuration file, such as /etc/mpsd/", id="a program"),
     ],
 )

@@ -139,6 +139,9 @@ def test_status(node: Node, *, reaches: bool) -> None:
         for line, subject in zip(lines, (f"gpu{FAILED}", f"gpu{FAULTED}", f"{found.rogue.pid}"), strict=True):
             assert re.search(rf"\b{subject}\b", line), lines
 
+        if not reaches:  # that gpu7 does not answer is no reason to doubt that this is no client
+            assert "[not_found]" in node.mpsctl("end", "--yes", f"{found.rogue.pid}").stderr
+
         commands = re.findall(r"(?:mpsctl (?:reset|end)|kill)(?: \w+)+", "\n".join(_hints(status)))
         for command in dict.fromkeys(commands):
             first, *arguments = command.split()

@@ -195,7 +195,7 @@ def test_not_closed() -> None:
     node = health.of_node([*others, closed], [DAEMON], limited=True)
     assert (node.healthy, node.because) == (True, WELL)
     assert node.headline == "healthy, not closed: a program that misses MPS gets all of GPU 1"
-    assert "exclusive-process" in node.warnings[-1].hint
+    assert 'while the GPUs are idle, set daemon.compute_mode = "exclusive-process"' in node.warnings[-1].hint
     assert health.of_node([closed], [DAEMON], limited=True).headline == f"healthy: {WELL}"
     assert health.of_node(others, [DAEMON]).headline == f"healthy: {WELL}"
 

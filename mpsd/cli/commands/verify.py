@@ -68,7 +68,11 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
         if pid is None:
             find.note_if_over(api)
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
-    answer = api.verify(lease)
+    try:
+        answer = api.verify(lease)
+    except NotFoundError as error:
+        error.hint = f"mpsctl verify --pid {lease}" if lease.isdecimal() else error.hint
+        raise
     print_answer(form, answer, lambda safe: views.verified(safe, look_of()))
     if not answer["ok"]:
         click.get_current_context().exit(1)

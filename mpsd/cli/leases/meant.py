@@ -26,7 +26,9 @@ def no_share(missing: Sequence[str]) -> InvalidRequestError:
     command = [*(context.params.get("command") or context.params.get("arguments") or ())]
     words = words_of(context)[: -len(command) or None]
     options = words[:-1] if words[-1] == "--" else words
-    if len(missing) == len(_SHARE):
+    if len(missing) == len(_SHARE) and (behind := _share_behind(command)):
+        what, share = "the share of a GPU is missing: it stands behind COMMAND", behind
+    elif len(missing) == len(_SHARE):
         is_first = len(command) > 1 and re.fullmatch(_PART, command[0])
         what, share = "the share of a GPU is missing", ["--fraction", command.pop(0) if is_first else "0.25"]
     else:
@@ -34,6 +36,19 @@ def no_share(missing: Sequence[str]) -> InvalidRequestError:
     place = options.index(str(context.info_name)) + 1
     line = [*options[:place], *share, *options[place:], *(["--", *command] if command else [])]
     return InvalidRequestError(what, hint=join(line), limit=missing[0])
+
+
+def _share_behind(command: list[str]) -> list[str]:
+    """Remove the options of a share from a command, and return them; none, if they are only a part of one."""
+    found = [each for each in ("--fraction", "--threads", "--memory") if each in command[:-1]]
+    if found not in (["--fraction"], ["--threads", "--memory"]):
+        return []
+    share = []
+    for each in found:
+        place = command.index(each)
+        share += command[place : place + 2]
+        del command[place : place + 2]
+    return share if command else []
 
 
 _INTERPRETERS: Final = {".py": "python", ".sh": "sh", ".pl": "perl", ".rb": "ruby", ".jl": "julia", ".R": "Rscript"}

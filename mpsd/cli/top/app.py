@@ -205,6 +205,7 @@ class Top(App[None]):
         Binding("x", "operate('reset')", "Reset"),
         Binding("escape", "clear", show=False),
         Binding("q,f10", "quit", "Quit", key_display="q"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
     ]
     CSS = """
     Lines { height: auto; }

@@ -30,7 +30,9 @@ def decode(text: str) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also raised for numbers and brackets by the thousand
-        raise ConfigurationError(f"the configuration is not TOML: {error}", hint="fix that line") from error
+        raise ConfigurationError(
+            f"the configuration is not TOML: {error}", hint='fix that line; text is in quotes, as in users = "one"'
+        ) from error
 
 
 def from_mapping(document: Mapping[str, object]) -> Settings:
@@ -79,8 +81,9 @@ def _names_and_values(section: str, values: object) -> dict[str, object]:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> ConfigurationError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known {kind}s: " + ", ".join(known)
+    keys = {each.rpartition(".")[2]: each for each in known}
+    near = difflib.get_close_matches(name.rpartition(".")[2], keys, n=1)
+    hint = f"did you mean {keys[near[0]]!r}?" if near else f"known {kind}s: " + ", ".join(known)
     return ConfigurationError(f"unknown {kind} {name!r}", hint=hint)
 
 

@@ -135,6 +135,8 @@ def _refusal(message: str, kind: type[RequestBody], body: bytes | bytearray) -> 
     if field and "got" in parts and (meant := _meant(field, parts, body)):
         hint = f"write {meant}; {hint}"
     limit = parts.get("missing") or (re.split(r"[.[]", field)[0] if field else None)
+    if "other" in parts and not field:
+        hint = f'send a JSON object, such as {{"fraction": 0.25}} for a lease; {hint}'
     if "unknown" in parts and not field:
         fields = [each.encode_name for each in msgspec.structs.fields(kind)]
         near = difflib.get_close_matches(parts["unknown"], fields, n=1)

@@ -104,7 +104,7 @@ class LeaseHandlers:
         offset = round((time_of_day - monotonic) / 1e6)
         before = self._outlines.get(lease.id)
         if before is None or before[0] is not lease or before[1] != offset:
-            before = self._outlines[lease.id] = lease, offset, Raw(to_json(rendering.outline(lease)))
+            before = self._outlines[lease.id] = lease, offset, Raw(to_json(rendering.outline(lease, None)))
         return before[2]
 
     def _shown(

@@ -269,10 +269,24 @@ def test_keys(node: Node) -> None:
         said = on_top(pilot).split()
         bound = [each for binding in Top.BINDINGS for each in binding.key.split(",")]  # type: ignore[union-attr]
         signs = {"question_mark": "?", "slash": "/", "greater_than_sign": ">", "less_than_sign": "<", "escape": "Esc"}
-        shown = {signs.get(each, each) for each in bound if each not in {"h", "f1", "f4", "f6", "f9", "f10"}}
+        shown = {signs.get(each, each) for each in bound if each not in {"h", "f1", "f4", "f6", "f9", "f10", "ctrl+c"}}
         assert shown - {"?"} <= {*said, "Esc"}
 
     run(node, steps)
+
+
+@pytest.mark.parametrize(
+    ("before", "shown"), [("", "ok"), ("?", "─ Keys"), ("\td", "(y) yes")], ids=["table", "keys", "question"]
+)
+def test_interrupt(node: Node, before: str, shown: str) -> None:
+    """Ctrl-C ends it, also under a dialog, and answers no question."""
+    with top(node) as terminal:
+        terminal.wait_for_screen(lambda lines: any("ok" in each for each in lines))
+        terminal.type(before)
+        terminal.wait_for_screen(lambda lines: any(shown in each for each in lines))
+        terminal.type("\x03")
+        assert terminal.wait_for_the_end() == 0
+    assert {each["state"] for each in node.daemons().values()} == {"ready"}
 
 
 # -- what it does ------------------------------------------------------------------------------------------------------

@@ -226,6 +226,7 @@ class TestRequests:
         answer = ask("POST", "/paint", body, words=words)
         assert answer.status == 422
         assert answer.json["hint"].endswith("the fields are described in /v1/openapi.json, schema Paint")
+        assert ("send a JSON object" in answer.json["hint"]) == (body in {b"nul", b"\xff"})
         assert not words.asked
 
     def test_defects(self) -> None:

@@ -289,7 +289,7 @@ class Watch:
         If several tests share a node, its mpsd replaces a control daemon for the next user of it, and starts a reader
         when it needs one.
         """
-        is_mpsds = process.command.endswith((" -f", "reader_program"))
+        is_mpsds = process.command.endswith((" -f", " -f -multiuser-server", "reader_program"))
         return process.parent in self._pids and process.parent != os.getpid() and is_mpsds
 
     def _is_a_shared_browsers(self, process: Running | None) -> bool:

@@ -177,7 +177,8 @@ def _without(context: click.Context, option: str) -> str | None:
         return None
     if meant == "--version":
         return f"{words[0]} --version"
-    return " ".join(filter(None, (_other(each, option, meant) for each in words)))
+    line = " ".join(filter(None, (_other(each, option, meant) for each in words)))
+    return f"this ends all clients at once: {line}" if meant == "--timeout 0" else line
 
 
 def _other(word: str, option: str, meant: str) -> str:

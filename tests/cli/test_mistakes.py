@@ -113,7 +113,7 @@ MISTAKES = {
     "-o json leases": "mpsctl leases -o json",
     "events --tail 5": "mpsctl events --last 5",
     "drain --gpu gpu0": "mpsctl drain gpu0",
-    "drain gpu1 --force": "mpsctl drain gpu1 --timeout 0",
+    "drain gpu1 --force": "this ends all clients at once: mpsctl drain gpu1 --timeout 0",
     "release --all": "mpsctl release $(mpsctl leases --mine -o name)",
     "web --host 0.0.0.0": "mpsctl web --port 8080",
     "-V": "mpsctl --version",

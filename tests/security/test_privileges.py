@@ -112,15 +112,20 @@ def serves(node: Node) -> bool:
 
 
 def knows_limits(node: Node) -> bool:
-    """Return whether an mpsd without records of an older client of another user's lease knows what it can use."""
+    """Return whether an mpsd without records of an older client of another user's lease knows what it can use.
+
+    An mpsd that may not read the namespaces of root's processes takes them for a container's, and shows them sums.
+    """
     with leased(node) as client:
         assert client.hello["ok"]
         node.end(signal.SIGKILL)
         for name in ("clients.json", "gpu0.limits.json"):
             (node.root / "run" / name).unlink(missing_ok=True)
         node.start()
-        wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
-        (lease,) = node.get("/v1/leases").json["leases"]
+        wait_until(lambda: node.get("/v1/gpus").json["gpus"][0]["clients"], what="the client to be seen")
+        if not (leases := node.get("/v1/leases").json["leases"]):
+            return False
+        (lease,) = leases
         processes = node.get(f"/v1/leases/{lease['id']}/verify").json["processes"]
         (limits,) = (each["limits_in_force"] for each in processes if each["pid"] == client.hello["pid"])
         return limits is not None and limits["active_thread_percentage"] == 10

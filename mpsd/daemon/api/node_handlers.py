@@ -1,6 +1,7 @@
 """The handlers of the node routes: a request's value in, an answer's value out. The dispatcher has checked the role."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Final
 
 from mpsd import __version__
@@ -17,7 +18,7 @@ from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.bodies import Uid
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, sees_others, sight
+from mpsd.daemon.api.table import Request, RequestOf, RequestQuery, encoded, is_own, sees_others
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
@@ -67,9 +68,13 @@ class NodeHandlers:
         return answer_types.Principal(uid=who.uid, gid=who.gid, role=role.name.lower())
 
     async def metrics(self, request: RequestOf[MetricsQuery]) -> Answer:
-        """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
+        """Return the metrics of the node: sums for every caller, and series of the caller's own leases.
+
+        Administrators have the series of all leases. Others, such as the user of a scraper, do not: every one of these
+        series is stored, and lists show who has which lease.
+        """
         media_type = negotiated(request.accept)
-        shows = sight(request, self._node.settings.current) if request.content.users else None
+        shows = partial(is_own, request) if request.content.users else None
         return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> answer_types.Status:

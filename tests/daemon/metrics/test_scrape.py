@@ -83,7 +83,7 @@ class TestForm:
 @needs_root
 class TestRoles:
     def test_leases(self, shared: Node, make_line: MakeLine) -> None:
-        """Each caller with a role sees the sums and all leases (`TestSeeing` has who does not); a stranger nothing."""
+        """A user sees the sums and its own leases, an observer the sums, root all; a stranger nothing."""
         line = make_line(shared)
         mine = line.granted(uid=USER, threads=10, memory="1GiB", gpu="0")
         theirs = line.granted(uid=OTHER, threads=10, memory="1GiB", gpu="1")
@@ -91,7 +91,7 @@ class TestRoles:
             uid: line.call("GET", "/metrics", uid=uid).answer().body.decode() for uid in (USER, OTHER, OBSERVER, None)
         }
         shown = {uid: (mine["id"] in text, theirs["id"] in text) for uid, text in seen.items()}
-        assert shown == dict.fromkeys(shown, (True, True))
+        assert shown == {USER: (True, False), OTHER: (False, True), OBSERVER: (False, False), None: (True, True)}
         for text in seen.values():
             assert 'mpsd_leases{state="granted"} 2.0\n' in text
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403

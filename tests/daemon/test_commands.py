@@ -128,7 +128,7 @@ class TestDemo:
             start = terminal.wait_for(r"^healthy.*", behind=start).end()
             terminal.type("mpsctl run --fraction 0.25 -- gpu-client\n")
             start = terminal.wait_for(
-                r"^pid \d+ is a client of MPS server .*25 % of.*19\.88GiB\ngpu> ", behind=start
+                r"^pid \d+ is a client of MPS server .*25 % of.*20352MiB\ngpu> ", behind=start
             ).end()
             for typed, answer in (
                 ("alloc 1GiB", "1GiB of device memory allocated"),

@@ -158,7 +158,11 @@ _NUMBERS: Final[Mapping[str, Callable[[str], float]]] = {
 
 def _meant(field: str, parts: Mapping[str, str], body: bytes | bytearray) -> str:
     """Return a field whose value has the wrong type as it has to be written; empty where that is not known."""
-    value, wanted = msgspec.json.decode(body).get(field), parts["wanted"].split(" | ")
+    try:
+        value = msgspec.json.decode(body).get(field)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the wrong value, the body is no JSON, or too deep
+        return ""
+    wanted = parts["wanted"].split(" | ")
     if type(value) is int and "str" in wanted:
         return f'"{field}": "{value}"'
     if isinstance(value, str) and {"int", "float"} & {*wanted}:

@@ -371,6 +371,9 @@ BAD_BODIES = [
     (b"\xff\xfe", None),
     (b'{"threads": 1e999, "memory": "1GiB"}', "threads"),
     (b'{"threads": NaN, "memory": "1GiB"}', None),
+    (b'{"gpu": 1, "labels": ' + 5000 * b"[", "gpu"),
+    (b'{"gpu": 1, no json', "gpu"),
+    (b'{"gpu": 1, "name": "\xff"}', "gpu"),
 ]
 
 

@@ -160,8 +160,8 @@ def _meant(field: str, parts: Mapping[str, str], body: bytes | bytearray) -> str
     """Return a field whose value has the wrong type as it has to be written; empty where that is not known."""
     try:
         value = msgspec.json.decode(body).get(field)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # behind the wrong value, the body is no JSON, or too deep
-        return ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # what is behind the wrong value is no JSON, or too deep
     wanted = parts["wanted"].split(" | ")
     if type(value) is int and "str" in wanted:
         return f'"{field}": "{value}"'

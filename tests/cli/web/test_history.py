@@ -171,13 +171,13 @@ def test_many(make_node: Callable[..., Node], open_page: Callable[..., Page]) ->
 
 @pytest.mark.root("run the page as another user")
 def test_another_user(used: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-    """A user who is no administrator sees its own leases, and of a GPU the sums of all, as mpsd answers."""
+    """A user who is no administrator sees who had how much, and of labels its own leases alone, as mpsd answers."""
     page = browser.page(make_web(used.socket, uid=NOBODY).link)
     page.wait("document.querySelectorAll('#history-list > article').length === 2", "the last day by GPU")
     assert sorted(row[1] for row in page.do(TOTALS)["rows"]) == ["2", "2"]
     choose(page, "user")
-    assert [row[:2] for row in page.do(TOTALS)["rows"]] == [[name_of(NOBODY), "1"]]
-    choose(page, "name")
+    assert [row[:2] for row in page.do(TOTALS)["rows"]] == [[name_of(os.geteuid()), "3"], [name_of(NOBODY), "1"]]
+    choose(page, "label:team")
     assert [row[:2] for row in page.do(TOTALS)["rows"]] == [["other leases", "1"]]
     page.close()
 

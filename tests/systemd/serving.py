@@ -201,6 +201,8 @@ class ServerHealth:
         A lease of that user lives as long as a process carries its token, which mpsd can read there.
         Control daemon and server are the simulator's: NVIDIA's server needs a GPU.
         """
+        before = machine.path("/etc/mpsd/mpsd.toml").read_text()
+        machine.write("/etc/mpsd/mpsd.toml", f'{before}\n[daemon]\nusers = "one"\n')
         service.simulate_all()
         lease = ("mpsctl", "run", "--threads", "25", "--memory", "2GiB", "--")
         client = ("/opt/mpsd/bin/python3", "-I", "-m", "mpsd.simulator.client")
@@ -218,6 +220,7 @@ class ServerHealth:
         machine.run("pkill", "--uid", "2601", "sleep")
         wait_until(lambda: borne["MPSD_LEASE"] not in service.leases(), what="its lease to end")
         service.simulate_no_more()
+        machine.write("/etc/mpsd/mpsd.toml", before)
         assert not server.exists()
 
     def test_wrapped_unit(self, machine: Machine, service: Service) -> None:

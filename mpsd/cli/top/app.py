@@ -309,6 +309,8 @@ class Top(App[None]):
     def _write_headline(self) -> None:
         """Show whether the node is healthy, and the time of the picture; without an answer, its age and the reason."""
         taken, now = self._picture, datetime.now(UTC)
+        if not self.screen_stack:
+            return  # an answer that comes while the program ends
         if taken is None:
             if self._error is not None:
                 self._headline.write(Text(_said(self._error), style="bold red"))

@@ -348,7 +348,10 @@ def _outside(views: Iterable[GpuView], outsiders: Iterable[Outsider]) -> Iterato
         who = f"process {words[0]} runs" if len(found) == 1 else f"processes {first_of(words)} run"
         because = f"GPU {view.index}: {who} outside MPS, without a lease or limits"
         pids = [f"{each.pid}" for each in found[:_MOST_OUTSIDERS]]
-        hint = f"see what it is: ps -fp {','.join(pids)}; start it by mpsctl run; to end it: kill {' '.join(pids)}"
+        hint = (
+            f"see what it is: ps -fp {','.join(pids)}; start it by mpsctl run;"
+            f" to end it, and the clients of an MPS server: kill {' '.join(pids)}"
+        )
         yield Reason(Kind.OUTSIDE, f"GPU {view.index}", because, hint)
 
 

@@ -231,7 +231,10 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         if outside:
             because = f"pid {', '.join(map(str, outside))} uses it outside MPS, without limits"
             pids = [*map(str, outside)]
-            remedy = f"ps -fp {','.join(pids)}; start it with mpsctl run; to end it: kill {' '.join(pids)}"
+            remedy = (
+                f"ps -fp {','.join(pids)}; start it with mpsctl run;"
+                f" to end it, and the clients of an MPS server: kill {' '.join(pids)}"
+            )
             evidence = {"pids": outside, "compute_mode": str(usage.compute_mode), "uuid": each.gpu.uuid}
             verdict = Verdict.WARN
             if usage.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:

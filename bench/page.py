@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.node import Node
@@ -122,7 +122,7 @@ class _Reading(NamedTuple):
 
 def _soak(browser: Browser, node: Node, seconds: float) -> None:
     """Keep one tab open, and print what it takes at the start, in between and at the end."""
-    with _opened(browser, node) as (page, server), Api(str(node.socket)) as api:
+    with _opened(browser, node) as (page, server), Client(str(node.socket)) as api:
         for domain in ("Network", "Accessibility", "DOM"):
             page.call(f"{domain}.disable")  # they keep objects for the protocol, which no user's browser has
         page.do(_SHOWN)
@@ -176,7 +176,7 @@ def _report(readings: Sequence[_Reading], growth: Counter[str]) -> None:
         print(f"{size / 1024:8.1f} {what}")
 
 
-def _admit(api: Api, number: int) -> str:
+def _admit(api: Client, number: int) -> str:
     """Take out a lease, after a request that is refused."""
     request = {"threads": 5, "memory": "1GiB", "name": f"soak {number % 7}", "labels": {"team": f"{number % 3}"}}
     try:

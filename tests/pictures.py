@@ -20,7 +20,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
 from mpsd.cli.top.app import Top
-from mpsd.client import Api
+from mpsd.client import Client
 from tests.browser import Browser
 from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until
@@ -79,7 +79,7 @@ def write(name: str, svg: str) -> None:
 
 def draw_top(node: Node) -> None:
     async def inside(theme: str) -> str:
-        with Api(str(node.socket)) as api:
+        with Client(str(node.socket)) as api:
             app = Top(api, 0.2)
             async with app.run_test(size=(WIDTH, 16)) as pilot:
                 app.ansi_color, app.theme = False, theme

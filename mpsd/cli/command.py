@@ -16,7 +16,7 @@ import click
 from mpsd.cli import tables
 from mpsd.cli.options import DURATION, Adds, together
 from mpsd.cli.render import as_here, as_json, plural
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import (
     ConfigurationError,
     DoesNotFitError,
@@ -50,7 +50,7 @@ def now() -> datetime:
 
 def _elsewhere(context: click.Context, _: click.Parameter, path: str | None) -> None:
     if path is not None:
-        context.obj = context.with_resource(Api(path, trusted=context.find_root().params["trusted"]))
+        context.obj = context.with_resource(Client(path, trusted=context.find_root().params["trusted"]))
 
 
 def with_api(function: Callable[..., None]) -> Callable[..., None]:
@@ -293,7 +293,7 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     click.echo(as_json(answer) if form == "json" else view(plain(answer)))
 
 
-def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
+def environment(api: Client, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
     """Return the environment of a lease's processes, on its only GPU or on the GPU with the number `share`.
 
     It names the socket of this mpsd, where mpsctl would not use it by default. Raises DoesNotFitError while the lease

@@ -37,7 +37,7 @@ from mpsd.system.processes import foreign_files, namespaces
 from mpsd.system.processes.foreign_reader import ForeignReader, owner_of
 
 if TYPE_CHECKING:
-    from mpsd.client import Api, answer_types
+    from mpsd.client import Client, answer_types
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that MPS or mpsd uses."""
@@ -48,7 +48,7 @@ _OWN: Final = frozenset({0, os.geteuid()})
 
 
 async def run(
-    api: "Api", config: Path | None, root: Path | None, checks: Collection[Check], *, fix: bool
+    api: "Client", config: Path | None, root: Path | None, checks: Collection[Check], *, fix: bool
 ) -> tuple[list[Result], list[str]]:
     """Run these checks on the node of an mpsd; with `fix`, apply the safe fixes first.
 
@@ -94,12 +94,12 @@ async def _mend(
     return done, failed
 
 
-async def _observe(api: "Api", config: Path | None, root: Path | None) -> Observed:
+async def _observe(api: "Client", config: Path | None, root: Path | None) -> Observed:
     async with ForeignReader() as reader:
         return await _observe_with(reader, api, config, root)
 
 
-async def _observe_with(reader: ForeignReader, api: "Api", config: Path | None, root: Path | None) -> Observed:
+async def _observe_with(reader: ForeignReader, api: "Client", config: Path | None, root: Path | None) -> Observed:
     path = Path(api.path)
     units = await service.units()  # before the first connection: it starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(path)
@@ -168,7 +168,7 @@ def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...
     return next((each for each in processes.value if each.pid == lock.value and each.part == "mpsd"), None)
 
 
-def _ask(api: "Api") -> tuple[Reading[Answers], str]:
+def _ask(api: "Client") -> tuple[Reading[Answers], str]:
     """Return mpsd's answers about the node, and a remedy where it does not answer."""
     try:
         status, config = api.status(), api.config()
@@ -210,7 +210,7 @@ def _reports(status: "answer_types.Status") -> Iterator[Finding]:
     yield from (Finding(Verdict.NOTE, note) for note in status["notes"])
 
 
-async def _clients(api: "Api", reader: ForeignReader) -> Reading[tuple[ClientSeen, ...]]:
+async def _clients(api: "Client", reader: ForeignReader) -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
         shares = [

@@ -9,7 +9,7 @@ import click
 from mpsd import __version__
 from mpsd.cli.groups import Commands, add_examples
 from mpsd.cli.options import refuse_empty
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.client.connection import SOCKET
 
 SECTIONS: Final = {
@@ -159,4 +159,4 @@ _EPILOG: Final = "\n".join(
 @click.pass_context
 def mpsctl(context: click.Context, socket: str, trusted: tuple[int, ...]) -> None:
     """Inspect NVIDIA MPS on this node, and take out leases on its GPUs."""
-    context.obj = context.with_resource(Api(socket, trusted=trusted))
+    context.obj = context.with_resource(Client(socket, trusted=trusted))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 import click
 
 from mpsd.cli.users import uid_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, MpsdError
 from mpsd.core.sanitize import plain
 
@@ -231,7 +231,7 @@ TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23
 _DEADLINE: Final = 0.5
 """Seconds for mpsd's answer: the user waits for it after pressing Tab."""
 
-_Names: TypeAlias = Callable[[Api], Iterable[tuple[str, str | None]]]
+_Names: TypeAlias = Callable[[Client], Iterable[tuple[str, str | None]]]
 """Queries mpsd for names, each with a description."""
 
 
@@ -242,7 +242,7 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
         from click.shell_completion import CompletionItem
 
         given = context.find_root().params
-        api = Api(given["socket"], trusted=given["trusted"]) if context.obj is None else context.obj
+        api = Client(given["socket"], trusted=given["trusted"]) if context.obj is None else context.obj
         try:
             with api.another(deadline=_DEADLINE) as api_now:
                 found = [(plain(name), plain(text)) for name, text in names(api_now)]
@@ -258,7 +258,7 @@ gpu_names: Final = _offering(lambda api: [(f"{each['index']}", each["name"]) for
 client_pids: Final = _offering(lambda api: [(f"{each['pid']}", each["name"]) for each in api.clients()["clients"]])
 
 
-def _leases(api: Api) -> Iterator[tuple[str, str | None]]:
+def _leases(api: Client) -> Iterator[tuple[str, str | None]]:
     """Yield the ids of the leases, and the names that a shell completes as one word, once each."""
     uid = os.geteuid()  # most commands take no lease of another user
     leases = [each for each in api.leases()["leases"] if uid in {0, each["owner"]["uid"]}]

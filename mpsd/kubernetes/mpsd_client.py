@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.dra.prepared import share_of
@@ -66,7 +66,7 @@ class Mpsd:
 
         The use is None where it was another one by the second of mpsd's answers.
         """
-        with Api(self._socket, deadline=_ANSWER) as api:
+        with Client(self._socket, deadline=_ANSWER) as api:
             daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
             gpus, leases = api.gpus(self._settings.uid)["gpus"], api.leases()["leases"]
         now = clock.now()
@@ -80,7 +80,7 @@ class Mpsd:
     def events_to_come(self, heartbeat: int) -> Iterator[object]:
         """Yield mpsd's further events, and after so many seconds without one, a heartbeat."""
         path = f"/v1/events?after=latest&follow=true&heartbeat={heartbeat}"
-        with Api(self._socket, deadline=_ANSWER) as api:
+        with Client(self._socket, deadline=_ANSWER) as api:
             for _, event in api.lines(path, silence=heartbeat + _ANSWER):
                 yield event
 
@@ -145,19 +145,19 @@ class Mpsd:
 
     def release(self, lease: str, *, is_claim: bool) -> None:
         """End a lease; a claim only if no holder has taken it."""
-        end: Callable[[Api], None] = lambda api: api.release_untaken(lease) if is_claim else api.release(lease)  # noqa: E731
+        end: Callable[[Client], None] = lambda api: api.release_untaken(lease) if is_claim else api.release(lease)  # noqa: E731
         try:
             self._patiently(end)
         except NotFoundError:
             return  # the lease has ended already
 
-    def _patiently(self, ask: Callable[[Api], T]) -> T:
+    def _patiently(self, ask: Callable[[Client], T]) -> T:
         hurry: float | None = getattr(self._hurry, "end", None)
         end = clock.monotonic() + PATIENCE if hurry is None else hurry
         while True:
             deadline = _ANSWER if hurry is None else max(hurry - clock.monotonic(), _INSTANT)
             try:
-                with Api(self._socket, deadline=deadline) as api:
+                with Client(self._socket, deadline=deadline) as api:
                     return ask(api)
             except (UnreachableError, StoppingError) as error:
                 if not error.retryable or clock.monotonic() > end or self._ended.wait(_PAUSE):

@@ -122,8 +122,8 @@ class TestAnother:
         """A user trusts a listener of the same user: that is the user's own mpsd."""
         short_tmp.chmod(0o711)
         become = f"import os; os.setresgid(*[{ANN}] * 3); os.setresuid(*[{ANN}] * 3)"
-        ask = f"print(Api({str(short_tmp / 's')!r}).get('/v1/leases/lease-1')['id'])"
-        command = [sys.executable, "-c", f"from mpsd.client import Api; {become}; {ask}"]
+        ask = f"print(Client({str(short_tmp / 's')!r}).get('/v1/leases/lease-1')['id'])"
+        command = [sys.executable, "-c", f"from mpsd.client import Client; {become}; {ask}"]
         root = Path(__file__).parents[2]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
         assert (done.returncode, done.stdout) == (0, "lease-1\n"), done.stderr

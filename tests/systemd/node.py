@@ -18,13 +18,13 @@ _RUN: Final = f"run --simulate 2 --control {CONTROL}"
 
 _LOAD: Final = """
 import json, os, sys, threading, time
-from mpsd.client import Api
+from mpsd.client import Client
 wrong, waits, over = [], [], threading.Event()
 def come_and_go():
     while not over.is_set():
         before = time.monotonic()
         try:
-            with Api("/run/mpsd/mpsd.sock", deadline=30) as client:
+            with Client("/run/mpsd/mpsd.sock", deadline=30) as client:
                 lease = client.post("/v1/leases", {"threads": 1, "memory": "1MiB"})
                 client.close()
                 client.delete("/v1/leases/" + lease["id"])

@@ -27,7 +27,7 @@ from mpsd.cli.options import (
 from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
@@ -229,7 +229,7 @@ def _holder(
 @with_form("env", "env-file")
 @with_api
 def admit(
-    api: Api,
+    api: Client,
     form: str,
     *,
     pid: int | None,
@@ -305,7 +305,7 @@ def _with_own_connections(request: dict[str, object]) -> dict[str, object]:
 @with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
-def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **request: object) -> None:
+def run(api: Client, command: tuple[str, ...], wait: float, owner: User | None, **request: object) -> None:
     """Take out a lease and run COMMAND with its environment.
 
     \b
@@ -349,7 +349,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
 @click.command()
 @with_request
 @with_api
-def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
+def shell(api: Client, wait: float, owner: User | None, **request: object) -> None:
     """Open a shell under a lease, whose environment its programs have.
 
     The shell is the one that SHELL names, or with --user that user's; it holds the lease, which ends with it, and its
@@ -373,7 +373,7 @@ def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
 @click.option("--ttl", type=DURATION, required=True, metavar="DURATION", help="New time to live, counted from now.")
 @with_form()
 @with_api
-def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
+def renew(api: Client, leases: tuple[str, ...], form: str, ttl: float) -> None:
     """Set the time to live of leases, counted from now. Without LEASE: of the one in MPSD_LEASE."""
     find.for_each(api, leases, lambda lease: caller.print_lease(api, form, api.renew(lease, ttl)))
 
@@ -382,7 +382,7 @@ def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
 @click.argument("lease", required=False, shell_complete=lease_names)
 @with_form()
 @with_api
-def attach(api: Api, lease: str | None, form: str) -> None:
+def attach(api: Client, lease: str | None, form: str) -> None:
     """Wait until the lease's remaining processes can attach. Without LEASE: of the one in MPSD_LEASE.
 
     With enforcement.attach = "anytime", they can at any time. With "strict", the lease gets turns until its first
@@ -410,7 +410,7 @@ def attach(api: Api, lease: str | None, form: str) -> None:
     help="Output format; env unsets what the shell has from the lease.",
 )
 @with_api
-def release(api: Api, leases: tuple[str, ...], form: str, *, end_clients: bool) -> None:
+def release(api: Client, leases: tuple[str, ...], form: str, *, end_clients: bool) -> None:
     """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
     LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
@@ -457,7 +457,7 @@ _TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 @with_form("env")
 @with_api
 def hand_over(
-    api: Api,
+    api: Client,
     lease: str | None,
     form: str,
     *,
@@ -499,7 +499,7 @@ class _WithoutLease(click.Command):
 @click.argument("lease", metavar="[LEASE]", shell_complete=lease_names)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
-def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
+def claim(api: Client, lease: str, command: tuple[str, ...]) -> None:
     """Take a claimed lease, and run COMMAND with its environment. Without LEASE (`-- COMMAND`): the one in MPSD_LEASE.
 
     The token of the lease is taken from the environment variable MPSD_LEASE_TOKEN, never from an argument, which any

@@ -18,7 +18,7 @@ from mpsd.cli.leases.take import take
 from mpsd.cli.options import DURATION, given, lease_names, together
 from mpsd.cli.tables import PLAIN, columns_of, table
 from mpsd.cli.users import user
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (
@@ -78,7 +78,7 @@ def cdi() -> None:
 @click.argument("lease", shell_complete=lease_names)
 @_with_device
 @with_api
-def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) -> None:
+def write(api: Client, lease: str, directory: Path, *, shared_memory: bool | None) -> None:
     """Write the CDI device of a lease, and print its name. The lease is claimed, and not taken yet.
 
     \b
@@ -104,7 +104,7 @@ def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) 
 @_DIRECTORY
 @with_form()
 @with_api
-def list_(api: Api, form: str, directory: Path) -> None:
+def list_(api: Client, form: str, directory: Path) -> None:
     """List the CDI devices of leases. Those of leases that have ended are removed."""
     _clean(api, directory)
     devices = [
@@ -134,7 +134,7 @@ def remove(lease: str, directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_device(api: Api, lease: "answer_types.Lease", directory: Path, *, shared_memory: bool | None) -> Path:
+def _write_device(api: Client, lease: "answer_types.Lease", directory: Path, *, shared_memory: bool | None) -> Path:
     """Write the device of a lease, and return its file. Raises InvalidRequestError where it cannot be claimed."""
     claim = next((each for each in lease["holders"] if each["kind"] == "claim"), None)
     if claim is None and lease["state"] != "ended":
@@ -157,7 +157,7 @@ def _write_device(api: Api, lease: "answer_types.Lease", directory: Path, *, sha
         return cdi_directory.write(directory, device, device_files.encode(content), reader=reader)
 
 
-def _clean(api: Api, directory: Path) -> None:
+def _clean(api: Client, directory: Path) -> None:
     """Remove the devices of this mpsd's leases that have ended, and report each."""
     with of_files():
         for path, lease, state in list(_devices(api, directory)):
@@ -166,7 +166,7 @@ def _clean(api: Api, directory: Path) -> None:
                 note(f"removed {path}: {lease} has ended")
 
 
-def _devices(api: Api, directory: Path) -> Iterator[tuple[Path, str, str]]:
+def _devices(api: Client, directory: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield the file of each device of this mpsd, its lease, and the lease's state."""
     for path, device in cdi_directory.devices(directory):
         if device.socket == os.path.abspath(api.path):  # noqa: PTH100 - as above
@@ -176,7 +176,7 @@ def _devices(api: Api, directory: Path) -> Iterator[tuple[Path, str, str]]:
             yield path, device.lease, state
 
 
-def _program(api: Api) -> list[str]:
+def _program(api: Client) -> list[str]:
     """Return the command with which a container runtime starts this mpsctl.
 
     It does not depend on the runtime's environment or directory.
@@ -185,7 +185,7 @@ def _program(api: Api) -> list[str]:
     return [sys.executable, "-I", "-m", "mpsd.cli.main", *trusted]
 
 
-def _needs_shared_memory(api: Api, lease: "answer_types.Lease") -> bool:
+def _needs_shared_memory(api: Client, lease: "answer_types.Lease") -> bool:
     """Tell whether clients and servers may share memory through files; True for an unknown driver."""
     from mpsd.core import gpus
 
@@ -228,7 +228,7 @@ def container() -> None:
 )
 @with_api
 def run(
-    api: Api,
+    api: Client,
     runtime: str,
     arguments: tuple[str, ...],
     *,
@@ -269,7 +269,7 @@ def run(
     click.get_current_context().exit(status)
 
 
-def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
+def _give_back_unless_taken(api: Client, lease: "answer_types.Lease") -> None:
     """Release a lease that no container took; a taken one ends with its container."""
     api.close()  # another connection, since mpsd may have been restarted while the container ran
     try:
@@ -284,7 +284,7 @@ def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
 @click.argument("name")
 @click.option("--runtime", type=_RUNTIMES, default="podman", show_default=True, help="Runtime of the container.")
 @with_api
-def stop(api: Api, name: str, runtime: str) -> None:
+def stop(api: Client, name: str, runtime: str) -> None:
     """End the clients of a container's lease, then stop the container.
 
     Each client is ended by terminate_client before any signal (see mpsctl release --end-clients), so that the work of
@@ -311,7 +311,7 @@ def _process_of(runtime: str, name: str) -> tuple[int, int]:
     return status, int(text) if not status and text.isascii() and text.isdecimal() else 0
 
 
-def _lease_of(api: Api, pid: int) -> str | None:
+def _lease_of(api: Client, pid: int) -> str | None:
     """Return the lease that a process is a client or holder of, or that the innermost group around it holds."""
     own = [f"{path}/" for path in proc.control_groups(pid).values()]
     best, found = "", None
@@ -334,7 +334,7 @@ def _lease_of(api: Api, pid: int) -> str | None:
 @click.option("--deadline", type=float, default=_DEADLINE, help="Seconds of the claim that changes the lease's user.")
 @click.option("--by-environment", is_flag=True, help="A variable gives the container its GPU.")
 @with_api
-def hook(api: Api, lease: str | None, *, root: str | None, deadline: float, by_environment: bool) -> None:
+def hook(api: Client, lease: str | None, *, root: str | None, deadline: float, by_environment: bool) -> None:
     """Take a lease for a container that is being created; its runtime calls this, with its state on stdin.
 
     Without a LEASE, the container is one of a device plugin, and its variables tell which lease it has.
@@ -352,7 +352,7 @@ def hook(api: Api, lease: str | None, *, root: str | None, deadline: float, by_e
         # Such a namespace shows every uid that it does not map under this number, including root, the user of this
         # mpsd.
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
-        api = click.get_current_context().with_resource(Api(api.path, trusted=api.trusted | {nobody}))
+        api = click.get_current_context().with_resource(Client(api.path, trusted=api.trusted | {nobody}))
     request: dict[str, object] = {"token": os.environ.get(device_files.TOKEN, "")}
     is_root = os.geteuid() == 0 and not is_nested
     if is_root:
@@ -395,7 +395,13 @@ def _pipe_directory(container: oci.Container, how: str) -> str:
 
 
 def _take_for_plugin(
-    api: Api, container: oci.Container, group: str, owner: Mapping[str, int], deadline: float, *, by_environment: bool
+    api: Client,
+    container: oci.Container,
+    group: str,
+    owner: Mapping[str, int],
+    deadline: float,
+    *,
+    by_environment: bool,
 ) -> None:
     """Let the pod of a container hold its lease for the user of its program, and refuse one with other variables."""
     leases = _patiently(lambda: api.leases()["leases"])
@@ -456,7 +462,7 @@ def _pod_group(pid: int, root: str) -> str:
     return group
 
 
-def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
+def _take_for_pod(api: Client, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
     """Let the pod of a container hold a lease, so that the lease outlives its containers; each of them requests this.
 
     Another pod that shares the lease becomes a further holder.
@@ -476,7 +482,7 @@ def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int)
     return taken
 
 
-def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
+def _take(api: Client, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
     """Take the claim."""
     try:
         return _patiently(lambda: api.hold(lease, request, deadline=_DEADLINE))
@@ -496,7 +502,7 @@ def _patiently(ask: Callable[[], T]) -> T:
         time.sleep(_PAUSE)
 
 
-def _ended(api: Api, lease: str) -> NotFoundError:
+def _ended(api: Client, lease: str) -> NotFoundError:
     """Return the error that says why a lease can no longer be taken."""
     because = "mpsd does not know it"
     with contextlib.suppress(MpsdError):  # mpsd forgets old leases, and shows leases only to their users

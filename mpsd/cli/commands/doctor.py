@@ -8,7 +8,7 @@ import click
 
 from mpsd.cli.command import with_api, with_form
 from mpsd.cli.render import as_here, as_json, columns, plural
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.sanitize import plain
 
@@ -50,7 +50,7 @@ def _checks(_: click.Context, __: click.Parameter, incomplete: str) -> "list[Com
 @with_form()
 @with_api
 def doctor(
-    api: Api,
+    api: Client,
     form: str,
     only: Sequence[str],
     config: str | None,

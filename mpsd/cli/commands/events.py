@@ -18,7 +18,7 @@ from mpsd.cli.history.sentences import GpuNames, Selector, line, matching_kinds,
 from mpsd.cli.history.story import Story, lines_of, story_of
 from mpsd.cli.leases import find
 from mpsd.cli.options import MOMENT, TIME, UID, daemon_names, gpu_names, lease_names
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, NotFoundError, UnreachableError
 from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.sanitize import harmless_json, plain
@@ -94,7 +94,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
 @with_form("wide", "name", "csv")
 @with_api
 def events(  # noqa: PLR0917 - one option each
-    api: Api,
+    api: Client,
     form: str,
     last: int | None,
     since: datetime | None,
@@ -183,7 +183,7 @@ def _kinds_listed(form: str) -> str:
     return render.columns([*lines, *facts.items()]).replace("`", "")
 
 
-def _ids(api: Api, lease: str | None) -> tuple[str, ...] | None:
+def _ids(api: Client, lease: str | None) -> tuple[str, ...] | None:
     """Return how the ids begin of the leases that a text names, if one is given. Events have no names."""
     if lease is None:
         return None
@@ -191,7 +191,7 @@ def _ids(api: Api, lease: str | None) -> tuple[str, ...] | None:
     return lease, f"lease-{lease}", *named
 
 
-def _known_daemon(api: Api, daemon: str | None) -> str | None:
+def _known_daemon(api: Client, daemon: str | None) -> str | None:
     """Return the name of the control daemon that is given by any name of its GPU, if one is given.
 
     An unknown name is an error, since it would select nothing.
@@ -208,7 +208,7 @@ def _known_daemon(api: Api, daemon: str | None) -> str | None:
     return f"gpu{index}"
 
 
-def _gpu_names(api: Api, gpu: str | None) -> GpuNames | None:
+def _gpu_names(api: Client, gpu: str | None) -> GpuNames | None:
     """Return a GPU with all of its names, if one is given."""
     found = chosen_gpu(api, gpu)
     if found is None:
@@ -218,7 +218,7 @@ def _gpu_names(api: Api, gpu: str | None) -> GpuNames | None:
 
 
 def _chosen(
-    api: Api, selector: Selector, after: int, last: int | None, *, follow: bool
+    api: Client, selector: Selector, after: int, last: int | None, *, follow: bool
 ) -> Iterator[tuple[str, "answer_types.Event"]]:
     """Yield the selected events; of the existing ones, only the latest `last`."""
     if last is not None:
@@ -235,7 +235,7 @@ def _chosen(
             yield text, event
 
 
-def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
+def _shown(api: Client, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
     """Yield the events; with `follow`, reconnect when mpsd was gone or has closed the connection."""
     api.connect()
     away = False
@@ -296,7 +296,7 @@ def _subjects(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.option("--since", type=MOMENT, metavar="TIME", help="Show only later events; TIME is as for `mpsctl events`.")
 @with_form()
 @with_api
-def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
+def explain(api: Client, subject: str, form: str, last: int, since: datetime | None) -> None:
     """Show the history of a lease, a control daemon or a GPU.
 
     It ends with the present state and the next steps.

@@ -17,7 +17,7 @@ from mpsd.cli.leases import caller, find
 from mpsd.cli.options import MOMENT, TIME, UID, Adds, given, gpu_names, lease_names, together
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Listed
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Wanted(NamedTuple):
         """Whether any of them is a fact of a lease."""
         return self.name is not None or bool(self.labels)
 
-    def named(self, api: Api) -> "Wanted":
+    def named(self, api: Client) -> "Wanted":
         """Return the same with the UUID of the GPU, which a user gives by any of its names."""
         return self._replace(gpu=_chosen_uuid(api, self.gpu))
 
@@ -119,7 +119,7 @@ class Wanted(NamedTuple):
 @click.command()
 @with_listing(lambda _: views.GPUS)
 @with_api
-def gpus(api: Api, listing: Listing) -> None:
+def gpus(api: Client, listing: Listing) -> None:
     """List the GPUs: their health, what is granted, and to whom.
 
     PLACES are client places: those that the leases are granted, of those that the GPU has. A process that connects may
@@ -131,7 +131,7 @@ def gpus(api: Api, listing: Listing) -> None:
 @click.command()
 @with_listing(lambda _: views.DAEMONS)
 @with_api
-def daemons(api: Api, listing: Listing) -> None:
+def daemons(api: Client, listing: Listing) -> None:
     """List the control daemons and their limits in force."""
     print_listing(listing, api.daemons, lambda safe: views.daemons(safe, now()))
 
@@ -144,7 +144,7 @@ STATES: Final = ("waiting", "granted", "active", "ended")
 @with_lease_filters("clients", VERDICTS)
 @with_listing(lambda _: views.CLIENTS)
 @with_api
-def clients(api: Api, listing: Listing, wanted: Wanted) -> None:
+def clients(api: Client, listing: Listing, wanted: Wanted) -> None:
     """List the clients of MPS: who uses what.
 
     HELD is the memory that a process holds, of what its lease has on that GPU. COMMAND is the command line of your own
@@ -173,7 +173,7 @@ def clients(api: Api, listing: Listing, wanted: Wanted) -> None:
 @click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
 @with_listing(lambda _: views.LEASES)
 @with_api
-def leases(api: Api, listing: Listing, wanted: Wanted, *, everything: bool) -> None:
+def leases(api: Client, listing: Listing, wanted: Wanted, *, everything: bool) -> None:
     """List the leases. The waiting ones come last, in the order of the queue."""
 
     def ask() -> "answer_types.Leases":
@@ -194,7 +194,7 @@ def chosen_uid(owner: int | None, *, mine: bool) -> int | None:
     return os.getuid() if mine else owner
 
 
-def chosen_gpu(api: Api, gpu: str | None) -> "answer_types.Gpu | None":
+def chosen_gpu(api: Client, gpu: str | None) -> "answer_types.Gpu | None":
     """Return the GPU whose rows are listed, by any of its names; None for all GPUs."""
     if gpu is None:
         return None
@@ -207,7 +207,7 @@ def chosen_gpu(api: Api, gpu: str | None) -> "answer_types.Gpu | None":
     return by_index[index]
 
 
-def _chosen_uuid(api: Api, gpu: str | None) -> str | None:
+def _chosen_uuid(api: Client, gpu: str | None) -> str | None:
     found = chosen_gpu(api, gpu)
     return None if found is None else found["uuid"]
 
@@ -236,7 +236,7 @@ def _by(_: click.Context, __: click.Parameter, by: str) -> str:
 @with_listing(lambda context: hours.columns(context.params.get("by") or "user"))
 @with_api
 def usage(  # noqa: PLR0917 - an option each
-    api: Api,
+    api: Client,
     listing: Listing,
     by: str,
     gpu: str | None,
@@ -277,7 +277,7 @@ def _rfc3339(moment: datetime) -> str:
 )
 @with_form("env", "env-file")
 @with_api
-def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> None:
+def show(api: Client, leases: tuple[str, ...], form: str, share: int | None) -> None:
     """Show the details of leases, including leases that ended recently.
 
     LEASE is an id, the beginning of one, or a name. Without it, the lease in MPSD_LEASE is shown.
@@ -318,6 +318,6 @@ def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> Non
 @click.command()
 @with_form()
 @with_api
-def config(api: Api, form: str) -> None:
+def config(api: Client, form: str) -> None:
     """List the settings in force."""
     print_answer(form, api.config(), views.config)

@@ -6,7 +6,7 @@ from typing import Final
 import click
 
 from mpsd.cli.command import with_api
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import ConfigurationError
 
 _MODE: Final = 0o644
@@ -29,7 +29,7 @@ _SUFFIX: Final = ".prom"
     "  [default: users; no-users with --textfile]",
 )
 @with_api
-def metrics(api: Api, textfile: Path | None, *, users: bool | None) -> None:
+def metrics(api: Client, textfile: Path | None, *, users: bool | None) -> None:
     """Show the node as metrics, in Prometheus' text format.
 
     Of individual users, a caller sees only its own leases; root sees all. A written file replaces the previous one

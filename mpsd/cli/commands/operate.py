@@ -11,7 +11,7 @@ from mpsd.cli.command import SignalledError, attempt, print_answer, with_api, wi
 from mpsd.cli.options import DURATION_OR_0, Adds, client_pids, daemon_names, given, together, user_names
 from mpsd.cli.render import size
 from mpsd.cli.terminal import Progress, confirm, pauses, raised_signals
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import NotFoundError, UnreachableError
 from mpsd.core.sanitize import plain
 from mpsd.core.supervision.drain import TIMEOUT, Intent
@@ -43,7 +43,7 @@ def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
     """
 
     def command(
-        api: Api, daemon: str | None, form: str, *, everyone: bool, no_wait: bool = True, **body: object
+        api: Client, daemon: str | None, form: str, *, everyone: bool, no_wait: bool = True, **body: object
     ) -> None:
         if (daemon is None) is not everyone:
             raise click.UsageError("Name one DAEMON, or all of them with --all.")
@@ -65,7 +65,7 @@ def _of_daemons(verb: str, text: str, *options: Adds) -> click.Command:
     )(decorate(command))
 
 
-def _follow(api: Api, operation: "answer_types.Operation", cancel: str = "") -> "answer_types.Operation":
+def _follow(api: Client, operation: "answer_types.Operation", cancel: str = "") -> "answer_types.Operation":
     """Show the progress of an operation, and return it when it has ended; a restart of mpsd does not stop this.
 
     `cancel` is the command that cancels it, if there is one.
@@ -123,7 +123,7 @@ reset = _of_daemons(
 @_NO_WAIT
 @with_form()
 @with_api
-def end(api: Api, pids: tuple[int, ...], form: str, *, yes: bool, no_wait: bool) -> None:
+def end(api: Client, pids: tuple[int, ...], form: str, *, yes: bool, no_wait: bool) -> None:
     """End clients of MPS, with a lease or without one. For administrators.
 
     The server of a client ends its work on the GPU before any signal (terminate_client): a plain kill can take the
@@ -163,7 +163,7 @@ def _client(client: "answer_types.Client | None", pid: int) -> str:
     return f"process {pid} ({client['name']}) of {user} on {client['daemon']}{held}, with {lease}"
 
 
-def _ended(api: Api, client: "answer_types.Client | None", operation: "answer_types.Operation") -> str:
+def _ended(api: Client, client: "answer_types.Client | None", operation: "answer_types.Operation") -> str:
     """Describe the end of a client, and what became of its lease."""
     if operation["state"] == _RUNNING or client is None or client["lease"] is None:
         return views.operation(operation)
@@ -179,7 +179,7 @@ def _ended(api: Api, client: "answer_types.Client | None", operation: "answer_ty
 @click.command()
 @with_form()
 @with_api
-def reload(api: Api, form: str) -> None:
+def reload(api: Client, form: str) -> None:
     """Reload mpsd's configuration, and list what changed.
 
     An invalid configuration changes nothing. Like SIGHUP and systemctl reload mpsd. Control daemons and clients keep
@@ -206,7 +206,7 @@ def _reloaded(answer: "answer_types.Reload") -> str:
 @click.command()
 @click.argument("who", metavar="USER|CGROUP", shell_complete=user_names)
 @with_api
-def pardon(api: Api, who: str) -> None:
+def pardon(api: Client, who: str) -> None:
     """Lift the quarantine of a user or a container.
 
     It had pipe access when control daemons crashed.

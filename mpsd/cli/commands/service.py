@@ -20,7 +20,7 @@ from mpsd.cli.leases.take import check_share, take
 from mpsd.cli.options import given
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.configuration.profiles import Profile
 from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
@@ -268,7 +268,7 @@ def unwrap(unit: str) -> None:
 @with_request
 @_ON_RESTART
 @with_api
-def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: object) -> None:
+def unit_start(api: Client, unit: str, *, on_restart: str, wait: float, **request: object) -> None:
     """Take out the lease of a unit that starts, and write its environment; called by the drop-in of `wrap`."""
     from mpsd.system.host import systemd_units
 
@@ -291,7 +291,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
 @_UNIT
 @_ON_RESTART
 @with_api
-def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
+def unit_stop(api: Client, unit: str, *, on_restart: str) -> None:
     """Release or keep the lease of a unit that has stopped; called by the drop-in of `wrap`."""
     path = Path(environment_file(unit))
     lease = _noted(path)
@@ -310,13 +310,13 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
 @service.command(hidden=True)
 @_UNIT
 @with_api
-def unit_end_clients(api: Api, unit: str) -> None:
+def unit_end_clients(api: Client, unit: str) -> None:
     """End the clients of a unit before it stops; called by the drop-in of `wrap --end-clients`."""
     if lease := _noted(Path(environment_file(unit))):
         find.end_with_clients(api, lease)
 
 
-def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer_types.Lease | None":
+def _left_lease(api: Client, path: Path, group: str, wanted: str | None) -> "answer_types.Lease | None":
     """Return the lease of the unit's last run, after handing it to this run's control group; None without one.
 
     A lease with other options is released, as is any lease where `wanted` is None: the drop-in was changed since.

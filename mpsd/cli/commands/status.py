@@ -11,14 +11,14 @@ import click
 from mpsd.cli import views
 from mpsd.cli.command import Listing, now, print_overview, with_api, with_overview
 from mpsd.cli.options import DURATION, UID
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError
 
 
 @click.command()
 @with_overview
 @with_api
-def status(api: Api, listing: Listing) -> None:
+def status(api: Client, listing: Listing) -> None:
     """Show whether the node is healthy, and if not, why and what to do.
 
     The first line also says whether a program that misses MPS gets a whole GPU (`not closed`), and which violations are
@@ -38,7 +38,7 @@ def status(api: Api, listing: Listing) -> None:
     "--every", type=DURATION, metavar="DURATION", default="1", show_default="1s", help="Time between two updates."
 )
 @with_api
-def top(api: Api, every: float) -> None:
+def top(api: Client, every: float) -> None:
     """Show faults, GPUs and clients live, on a terminal.
 
     Faults come first, then a row for each GPU, then the clients, those with a violation and those with most memory
@@ -67,7 +67,7 @@ def top(api: Api, every: float) -> None:
     help="Accept connections of this user too, such as one whose ssh forwards the port; may be repeated.",
 )
 @with_api
-def web(api: Api, port: int, uids: tuple[int, ...], *, opens: bool) -> None:
+def web(api: Client, port: int, uids: tuple[int, ...], *, opens: bool) -> None:
     """Serve the node as a page for a browser, until Ctrl-C.
 
     The page is served on 127.0.0.1 by this command, as its user: it shows and does what that user may. The printed link

@@ -12,7 +12,7 @@ from mpsd.cli.leases import find
 from mpsd.cli.leases.caller import calling_program, family
 from mpsd.cli.options import daemon_names, lease_names
 from mpsd.cli.tables import look_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @with_form()
 @with_api
-def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str | None) -> None:
+def verify(api: Client, lease: str | None, form: str, pid: int | None, canary: str | None) -> None:
     """Verify that the processes of a lease are within its limits.
 
     Every process has to be under MPS and within the limits, as the state is now.
@@ -83,7 +83,7 @@ def _proven(answer: "answer_types.Canary") -> str:
     return f"{answer['daemon']}: {answer['verdict']}: {answer['because']}"
 
 
-def _lease_of(api: Api, pid: int) -> str:
+def _lease_of(api: Client, pid: int) -> str:
     """Return the lease of a process as a client, or the lease of its nearest ancestor that has one."""
     if not Path(f"/proc/{pid}").exists():
         raise NotFoundError(f"there is no process {pid}", hint="name a process that runs, or a lease: mpsctl leases")

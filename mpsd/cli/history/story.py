@@ -27,7 +27,7 @@ from mpsd.cli.render import (
 )
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core import gpu_names
 from mpsd.core.errors import NotFoundError
 from mpsd.core.sanitize import plain, text
@@ -52,7 +52,7 @@ class Story(NamedTuple):
     next: list[str]
 
 
-def story_of(api: Api, subject: str) -> Story:
+def story_of(api: Client, subject: str) -> Story:
     """Return the story of a lease, a control daemon or a GPU.
 
     Raises NotFoundError for a subject that mpsd does not know, InvalidRequestError for an ambiguous one, and the errors
@@ -311,7 +311,7 @@ _STARTS: Final = b"Starting control daemon using socket"
 _WAITS: Final = b"Accepting connection..."
 
 
-def _log(api: Api, daemon: str) -> list[str]:
+def _log(api: Client, daemon: str) -> list[str]:
     """Return the end of a control daemon's log, below its path; or the reason why it cannot be read."""
     directory = api.config()["config"]["paths"]["log_dir"]
     path = Path(f"{directory}") / daemon / "control.log"

@@ -12,7 +12,7 @@ from mpsd.cli.command import environment as environment_of
 from mpsd.cli.command import now, print_answer
 from mpsd.cli.render import as_env_file, as_exports
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -79,7 +79,7 @@ def unset(names: Iterable[str]) -> str:
     return f"{verb} {joined}" if joined else ""
 
 
-def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
+def print_lease(api: Client, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
     """Print a lease in any format; the formats for programs contain its token."""
     if form == "env":
         from mpsd.core.mps_facts import UNASKED

@@ -12,7 +12,7 @@ from mpsd.cli.command import SignalledError, attempt, note
 from mpsd.cli.group import LOOKS
 from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _ENDED: Final = "ended"
 _MOST_CANDIDATES: Final = 8
 
 
-def find(api: Api, meant: str | None) -> str:
+def find(api: Client, meant: str | None) -> str:
     """Return the id of the named lease; without a name, that of the lease that this process runs under.
 
     A text that matches no lease is returned unchanged, so that mpsd answers with its own error. Raises
@@ -92,7 +92,7 @@ REMOVES: Final = 'eval "$(mpsctl release -o env)"'
 """The command with which a shell loses the environment of its lease."""
 
 
-def note_if_over(api: Api) -> None:
+def note_if_over(api: Client) -> None:
     """Print a note where the environment of mpsctl is that of a lease that has ended."""
     if not (lease := os.environ.get(_VARIABLE)):
         return
@@ -109,7 +109,7 @@ def note_if_over(api: Api) -> None:
     )
 
 
-def inherited(api: Api, lease: str) -> list[str]:
+def inherited(api: Client, lease: str) -> list[str]:
     """Return the variables of this process's environment that it has from this lease; none where that is another's."""
     if os.environ.get(_VARIABLE) != lease:
         return []
@@ -149,7 +149,7 @@ def _described(lease: "answer_types.Lease") -> str:
     return f"{lease['id']}{name} of {name_of(lease['owner']['uid'])}{ended}"
 
 
-def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> None:
+def for_each(api: Client, meant: Sequence[str], action: Callable[[str], None]) -> None:
     """Run an action for each named lease, or for this process's own lease without a name.
 
     Errors are those of `attempt`.
@@ -165,7 +165,7 @@ _QUIET: Final = 2.0
 """Seconds after which the progress is shown."""
 
 
-def end_with_clients(api: Api, lease: str) -> bool:
+def end_with_clients(api: Client, lease: str) -> bool:
     """End a lease with its clients, and return when it has ended; tell whether this ended it.
 
     Raises MpsdError where that could not begin, and NotFoundError where the lease had ended before its clients.
@@ -196,7 +196,7 @@ def end_with_clients(api: Api, lease: str) -> bool:
     return True
 
 
-def _check_clients(api: Api, ended: "answer_types.Lease") -> None:
+def _check_clients(api: Client, ended: "answer_types.Lease") -> None:
     """Raise NotFoundError for an ended lease whose clients still run: they are clients without a lease by now."""
     left = [
         f"{each['pid']}"

@@ -12,7 +12,7 @@ import click
 from mpsd.cli.command import environment
 from mpsd.cli.leases import caller
 from mpsd.cli.users import User, variables_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import MpsdError
 from mpsd.core.mps_facts import UNASKED
 from mpsd.core.sanitize import plain
@@ -26,7 +26,7 @@ NOT_FOUND: Final = 127
 
 
 @contextlib.contextmanager
-def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]:
+def released_on_failure(api: Client, lease: "answer_types.Lease") -> Iterator[None]:
     """Release an unused lease if the block fails; where the release fails too, the lease ends with its holder."""
     try:
         yield
@@ -37,7 +37,7 @@ def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]
 
 
 def become(
-    api: Api,
+    api: Client,
     lease: "answer_types.Lease",
     command: Sequence[str],
     *,

@@ -18,7 +18,7 @@ from mpsd.cli.options import given
 from mpsd.cli.render import lack, numbers_of_gpus, plural, span
 from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.client.connection import DEADLINE
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
@@ -56,12 +56,12 @@ def check_share(options: Mapping[str, object]) -> None:
         raise no_share(missing)
 
 
-def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
+def take(api: Client, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return the requested lease once it is granted, within `wait` seconds (`inf`: without a limit).
 
     mpsd fills in the defaults of options that are None. A signal that ends mpsctl gives up the place, or a lease that
     was granted at that very moment. Raises InvalidRequestError for a request without a share, the errors of
-    `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, and one that never answered for
+    `Client.admit`, and SignalledError. An mpsd that stops answering is waited for too, and one that never answered for
     BRIDGED seconds at most.
     """
     check_share(options)
@@ -85,7 +85,7 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
 
 
 def _repeat_until_answered(
-    api: Api, queue: "_Queue", request: Mapping[str, object], end: float
+    api: Client, queue: "_Queue", request: Mapping[str, object], end: float
 ) -> "answer_types.Lease":
     pause, until, answered = _ASK_AGAIN, min(end, time.monotonic() + BRIDGED), False
     while True:
@@ -106,7 +106,7 @@ def _repeat_until_answered(
 class _Queue:
     """A request's place in mpsd's queue, as far as a caller can see it."""
 
-    def __init__(self, api: Api, request_id: str) -> None:
+    def __init__(self, api: Client, request_id: str) -> None:
         self.progress = Progress()
         self.has_waited = False
         """Whether the user was informed of the wait."""
@@ -189,7 +189,7 @@ _GUARD_PAUSES: Final = (0.0, 0.1, 0.4, 1.5)
 
 
 @contextlib.contextmanager
-def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
+def released_unless_printed(api: Client, request_id: str) -> Iterator[None]:
     """Release the lease of a request if this process dies within the context, by any signal.
 
     A second process does that, the guard: the kernel reports the death to it, whereas no signal handler can run at
@@ -221,7 +221,7 @@ def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
                 os.waitpid(guard, 0)
 
 
-def _release_unless_printed(api: Api, request_id: str, reader: int) -> None:
+def _release_unless_printed(api: Client, request_id: str, reader: int) -> None:
     """Wait until the parent process has printed its output; if it is gone before, release its lease."""
     os.setsid()  # Ctrl-C and the hangup of a terminal must not reach the guard
     nowhere = os.open(os.devnull, os.O_RDWR)

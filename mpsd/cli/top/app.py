@@ -18,7 +18,7 @@ from mpsd.cli.cells import cells, cut, padded
 from mpsd.cli.render import age, plural
 from mpsd.cli.top import picture
 from mpsd.cli.top.picture import Entry, Fault, GpuRow, Picture
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import plain
 
@@ -217,7 +217,7 @@ class Top(App[None]):
     #filter { display: none; height: 1; border: none; padding: 0; }
     """
 
-    def __init__(self, api: Api, every: float) -> None:
+    def __init__(self, api: Client, every: float) -> None:
         """Query `api` at this interval, in seconds."""
         super().__init__(ansi_color=True)
         self._api, self._every = api, every
@@ -519,6 +519,6 @@ def _in_full(faults: Sequence[Fault]) -> Text:
     return Text.assemble(*parts)
 
 
-def run(api: Api, every: float) -> None:
+def run(api: Client, every: float) -> None:
     """Show the table until it is quit."""
     Top(api, every).run()

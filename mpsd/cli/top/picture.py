@@ -28,7 +28,7 @@ from mpsd.cli.render import (
 )
 from mpsd.cli.tables import Figure, Look, bar, columns_of, fitting
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Picture(NamedTuple):
         return self.at.strftime(_TIME)
 
 
-def take(api: Api, commands: dict[tuple[int, str], str]) -> Picture:
+def take(api: Client, commands: dict[tuple[int, str], str]) -> Picture:
     """Query mpsd, and return its answers.
 
     `commands` is what was read of command lines before: each is read once, since that can take long.

@@ -15,7 +15,7 @@ from mpsd.cli.history.sentences import leases_of, sentence
 from mpsd.cli.history.story import story_of
 from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
@@ -54,7 +54,7 @@ def shown(answer: object, field: str = "") -> object:
             return plain(answer)
 
 
-def node(api: Api) -> object:
+def node(api: Client) -> object:
     """Return the node for the page: mpsd's answers, and the names of the users in them."""
     status, leases, clients = api.status(), api.leases(ended=True), api.clients()
     uids = {*(each["owner"]["uid"] for each in leases["leases"]), *(each["uid"] for each in clients["clients"])}
@@ -82,7 +82,7 @@ _PROMISES: Final = {
 """The effect of each action, shown before the user confirms it."""
 
 
-def principal(api: Api) -> dict[str, object]:
+def principal(api: Client) -> dict[str, object]:
     """Return the page's user and role, the effect of each action, and the offset of its clock from UTC (s)."""
     found = api.principal()
     return {
@@ -109,7 +109,7 @@ def event(found: "answer_types.Event") -> object:
     )
 
 
-def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: float) -> Iterator[bytes]:
+def events(api: Client, after: int | None, has_ended: Callable[[], bool], look: float) -> Iterator[bytes]:
     """Yield events as they happen, one line each, and empty lines that check the reader, until `has_ended` is true.
 
     If `after` is None, the latest stored events come first. `has_ended` is called every `look` seconds. Raises the
@@ -132,7 +132,7 @@ def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: flo
         yield b"\n" if found["event"] == "heartbeat" else _line(event(found))
 
 
-def history(api: Api, by: str) -> object:
+def history(api: Client, by: str) -> object:
     """Return the history of the last day for the page, by `gpu`, `user`, `name`, `lease` or `label:KEY`.
 
     `users` has the names of the users in it. Of GPUs there are few, and mpsd chooses the length of their samples. Of
@@ -151,7 +151,7 @@ def _line(answer: object) -> bytes:
     return json.dumps(answer).encode() + b"\n"
 
 
-def story(api: Api, subject: str) -> object:
+def story(api: Client, subject: str) -> object:
     """Return a story with the content that `mpsctl explain` prints. Raises the errors of `story_of`."""
     found = story_of(api, subject)
     return shown(

@@ -16,7 +16,7 @@ import click
 from mpsd.cli.command import note
 from mpsd.cli.terminal import raised_signals
 from mpsd.cli.web.server import LOOPBACK, Server
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import ConfigurationError
 
 _LOOK: Final = 500
@@ -26,7 +26,7 @@ _FAREWELL: Final = 1.0
 """Seconds to send open pages the notice that the server ends."""
 
 
-def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
+def run(api: Client, port: int, users: Collection[int], *, opens: bool) -> None:
     """Serve the page until a signal, or the end of its terminal or its parent. Raises ConfigurationError."""
     parent = os.getppid()  # read first, since the parent may end as soon as it has read the link
     try:

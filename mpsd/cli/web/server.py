@@ -28,7 +28,7 @@ from mpsd import __version__
 from mpsd.cli.command import of_one_version
 from mpsd.cli.web import answers
 from mpsd.cli.web.guard import Head, Sessions, check_site, methods_of, no_session
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.client.connection import DEADLINE
 from mpsd.core.errors import (
     BodyTooLargeError,
@@ -160,7 +160,7 @@ class Server(ThreadingHTTPServer):
     maximum, and a refusal takes a fraction of a millisecond."""
     block_on_close = False
 
-    def __init__(self, api: Api, port: int, users: Collection[int], opened: Callable[[], None]) -> None:
+    def __init__(self, api: Client, port: int, users: Collection[int], opened: Callable[[], None]) -> None:
         """Listen on a port; 0 chooses a free one. `opened` is called when a browser has used a link.
 
         Raises OSError and ConfigurationError.
@@ -333,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._pass_on()
 
-    def _ask(self, ask: Callable[[Api], object]) -> None:
+    def _ask(self, ask: Callable[[Client], object]) -> None:
         self._require("GET")
         with self._mpsd() as api:
             self._json(ask(api))
@@ -371,7 +371,7 @@ class _Handler(BaseHTTPRequestHandler):
             except (MpsdError, OSError):
                 return  # the page sends another request, and gets the reason
 
-    def _mpsd(self) -> Api:
+    def _mpsd(self) -> Client:
         return self.server.api.another(deadline=DEADLINE)
 
     # -- answers -------------------------------------------------------------------------------------------------------

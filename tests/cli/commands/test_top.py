@@ -13,7 +13,7 @@ import pytest
 from textual.pilot import Pilot
 
 from mpsd.cli.top.app import Lines, Rows, Top
-from mpsd.client import Api
+from mpsd.client import Client
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
 from tests.harness import wait_until
@@ -30,7 +30,7 @@ def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple
     """Carry out these steps in the live table of a node."""
 
     async def inside() -> None:
-        with Api(str(node.socket)) as api:
+        with Client(str(node.socket)) as api:
             async with Top(api, 0.1).run_test(size=size) as pilot:
                 await steps(pilot)
 
@@ -408,7 +408,7 @@ def test_hostile_text(short_tmp: Path) -> None:
     answers = (status, {"gpus": [gpu]}, {"clients": [client], "others": no_clients}, {"leases": [], "others": others})
 
     async def steps() -> None:
-        with Api(str(short_tmp / "mpsd.sock")) as api:
+        with Client(str(short_tmp / "mpsd.sock")) as api:
             async with Top(api, 600.0).run_test(size=(110, 30)) as pilot:
                 await until(pilot, lambda: len(rows(pilot)) == 1)
                 found = [names(pilot)[0], *text(pilot, "faults").split("\n")]
@@ -430,7 +430,7 @@ def test_another_version(short_tmp: Path) -> None:
     incomplete: tuple[dict[str, object], ...] = ({"healthy": True}, {"gpus": []}, {"clients": []}, {"leases": []})
 
     async def steps() -> None:
-        with Api(str(short_tmp / "mpsd.sock")) as api:
+        with Client(str(short_tmp / "mpsd.sock")) as api:
             async with Top(api, 600.0).run_test(size=(110, 30)) as pilot:
                 await until(pilot, lambda: "different versions" in text(pilot, "headline"))
 

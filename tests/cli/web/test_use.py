@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.client import Api
+from mpsd.client import Client
 from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.cli.web.conftest import Web
@@ -223,7 +223,7 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     def live(leases: int) -> tuple[int, dict[str, int]]:
         """Grant and end this many leases, with refusals between them; return the heap and counters of the page."""
         lease = ""
-        with Api(str(node.socket)) as api:
+        with Client(str(node.socket)) as api:
             for _ in range(leases):
                 lease = api.admit({"threads": 5, "memory": "1GiB", "pid": os.getpid()})["id"]
                 for _ in range(9):

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.client import Api
+from mpsd.client import Client
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
 from tests.kubernetes.plugin.conftest import MakeCluster
@@ -30,7 +30,7 @@ def test_another_mpsd(make_cluster: MakeCluster, tmp_path: Path, answer: Change,
     cluster = make_cluster(start=False)
     with skewed(cluster.node.socket, tmp_path, answer=answer) as socket:
         joined(cluster, socket)
-        with Api(str(socket)) as api:
+        with Client(str(socket)) as api:
             assert {*api.gpus()["gpus"][0]} & (LATER | {MORE}) == more
         cluster.node.mpsctl("hold", "gpu0")
         wait_until(lambda: cluster.healthy(SLICE) == 0, what="the GPU to be unhealthy")

@@ -313,9 +313,7 @@ def _serve_privately(plan: "Plan", root: Path, *, until_eof: bool, announce: "Ca
 @click.option("--gpus", default="all", help="Those of these GPUs that the job takes.")
 @click.option("--simulate", type=click.IntRange(1, 64))
 @click.option("--control")
-def job(
-    root: Path, *, visible: str | None, by_bus: bool, gpus: str, simulate: int | None, control: str | None
-) -> None:
+def job(root: Path, *, visible: str | None, by_bus: bool, gpus: str, simulate: int | None, control: str | None) -> None:
     """Run the service of one job, in a directory of its user, until the end of stdin; its control daemons end with it.
 
     The keeper of `mpsctl job` starts it.
@@ -340,9 +338,7 @@ def job(
     settings = replace(settings, api=replace(settings.api, mode=0o600, lines_per_uid=100_000))
     plan = _plan(settings, lambda: settings, simulate=simulate, control=control, private=True)
     source = plan.source
-    plan = replace(
-        plan, program=replace(plan.program, bound=True), source=lambda: ChosenGpus(source(), choose)
-    )
+    plan = replace(plan, program=replace(plan.program, bound=True), source=lambda: ChosenGpus(source(), choose))
     try:
         _serve_privately(plan, root, until_eof=True, announce=lambda: click.echo("ready"))
     finally:

@@ -342,7 +342,7 @@ class UntrustedSocketError(MpsdError):
 
 
 class JobFailedError(MpsdError):
-    """A rank of a job missed MPS or its start, or the job's own mpsd ended, so `mpsctl job` ends all ranks of the node."""
+    """A rank of a job missed MPS or its start, or the job's mpsd ended, so `mpsctl job` ends all ranks of the node."""
 
     code = "job_failed"
 

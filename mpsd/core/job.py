@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import floor
-from typing import Final, NamedTuple
+from typing import Final
 
 from mpsd.core import gpu_names
 from mpsd.core.errors import InvalidRequestError
@@ -15,7 +16,8 @@ _NONE: Final = ("", "-1", "NoDevFiles")
 _NO_GPU: Final = "ask the batch system for a GPU (srun --gpus), or set CUDA_VISIBLE_DEVICES"
 
 
-class JobGpu(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class JobGpu:
     """A GPU that a job may use."""
 
     index: int
@@ -120,9 +122,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-def share(
-    ranks: int | None, *, threads: float | None, memory: str | None, even: bool, free: int
-) -> dict[str, object]:
+def share(ranks: int | None, *, threads: float | None, memory: str | None, even: bool, free: int) -> dict[str, object]:
     """Return the request for the lease of the ranks on one GPU, of which `free` bytes are free.
 
     Without a share, each rank may use all of the GPU. `threads` (percent) and `memory` are those of one rank. Raises

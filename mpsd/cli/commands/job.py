@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -93,15 +94,15 @@ def job(
     \b
         mpsctl job -- mpirun -n 8 mpsctl job -- ./app
 
-    mpsctl passes signals on to COMMAND, and returns its exit status. As in a shell, that is 127 if COMMAND is not found,
-    and 126 if it cannot be run. If a rank runs outside MPS, all ranks of the node are ended.
+    mpsctl passes signals on to COMMAND, and returns its exit status. As in a shell, that is 127 if COMMAND is not
+    found, and 126 if it cannot be run. If a rank runs outside MPS, all ranks of the node are ended.
     """  # noqa: D301 - click knows by that character what not to wrap
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
     if share is not None and (threads is not None or memory is not None):
         raise click.UsageError("--share even gives each rank its part: leave --threads and --memory out.")
     start.check(command)
-    options = {
+    options: dict[str, object] = {
         "processes": processes, "threads": threads, "even": True if share else None, "memory": memory, "gpus": gpus,
         "within": within, "simulate": simulate, "control": control,
     }  # fmt: skip
@@ -174,6 +175,4 @@ def _whole(api: Client, options: dict[str, object], variables: dict[str, str]) -
 
 def _names_mpsctl(command: Sequence[str]) -> bool:
     """Tell whether a launcher starts its ranks by `mpsctl job`, as far as its command line shows."""
-    pairs = zip(command, command[1:], strict=False)
-    return any(os.path.basename(one) == "mpsctl" and other == "job" for one, other in pairs)  # noqa: PTH119 - of any bytes
-
+    return any(os.path.basename(one) == "mpsctl" and other == "job" for one, other in pairwise(command))  # noqa: PTH119 - of any bytes

@@ -1,14 +1,13 @@
 """The keeper of a job on one node: the process in which its ranks meet, and with which its private mpsd ends.
 
-`python -P -m mpsd.cli.job.keeper DIRECTORY` is started by the first rank, inherits the lock on the directory, and
-leaves for the background in a session of its own. Ranks connect to its socket there; the kernel closes the connection of a rank that ends, however
-that ends. The first request decides which mpsd serves the job: the one of the node, where it answers, and otherwise a
-private one, a child of the keeper, which ends with its control daemons when the keeper does. When no rank is connected
-any more, the keeper ends the private mpsd, and removes the directory.
+`python -P -m mpsd.cli.job.keeper DIRECTORY` is started by the first rank, inherits the lock on the directory, and then
+leaves for the background in a session of its own. Ranks connect to its socket in the directory. The kernel closes the
+connection of a rank that ends, however that ends. The first request decides which mpsd serves the job (`service`). When
+no rank is connected any more, the keeper ends a private mpsd, and removes the directory.
 
-All conversations with mpsd are the keeper's: a rank starts with little more than a connection. The phases of a group of
-ranks, which are as many as their launcher says, are: all have come; all have the environment of their GPU's lease, and a
-probe of each, a client of MPS, is verified by mpsd; all probes have ended; all programs run.
+All conversations with mpsd are the keeper's: a rank starts with little more than a connection. The phases of a group,
+which has as many ranks as their launcher says, are: all ranks have come; all have the environment of the lease on their
+GPU, and mpsd has verified a probe of each, a client of MPS; all probes have ended; all programs run.
 """
 
 import contextlib
@@ -17,24 +16,21 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import AF_UNIX, SO_PEERCRED, SOCK_SEQPACKET, SOL_SOCKET, socket
 from struct import Struct
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from mpsd.cli.job import place
 from mpsd.cli.job.channel import Channel, Message
-from mpsd.client.client import Client
+from mpsd.cli.job.service import Service
 from mpsd.core import job
-from mpsd.core.errors import InternalError, JobFailedError, MpsdError, UnreachableError
+from mpsd.core.errors import InternalError, JobFailedError, MpsdError
 from mpsd.core.job import JobGpu
 from mpsd.core.mps_facts import UNASKED
 from mpsd.system.processes import foreground
-
-if TYPE_CHECKING:
-    from mpsd.client import answer_types
 
 _PEER: Final = Struct("iII")
 """struct ucred: pid, uid, gid. Source: unix(7)."""
@@ -42,17 +38,12 @@ _PEER: Final = Struct("iII")
 _IDLE: Final = 30.0
 """Seconds without any rank after the start."""
 
-_START: Final = 90.0
-"""Seconds for the start of the private mpsd: the driver may set up every GPU first."""
-
-_END: Final = 30.0
-"""Seconds for its end."""
+_LATE: Final = 10.0
+"""Seconds for which the keeper of a job that failed waits for further ranks, which the launcher is starting."""
 
 _FIRST_LOOK: Final = 0.1
 _RARELY: Final = 15.0
 """Seconds between two looks at the processes of the leases: soon after the start, and later."""
-
-_READY: Final = b"ready\n"
 
 _KEPT: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 """The variables that the keeper and its mpsd get: none by which a launcher or CUDA would take them for a rank."""
@@ -120,14 +111,7 @@ class Keeper:
         self._groups: list[_Group] = []
         self._options: dict[str, Any] | None = None
         """What the first request says about the whole job."""
-        self._mpsd: foreground.Companion | None = None
-        self._mpsd_until = 0.0
-        self._client: Client | None = None
-        """The mpsd that serves the job, once it answers."""
-        self._simulated = False
-        self._gpus: list[JobGpu] = []
-        self._leases: dict[str, answer_types.Lease] = {}
-        """By UUID, the lease of the job on a GPU."""
+        self._service = Service(directory)
         self._broken: MpsdError | None = None
         """Why no rank can start any more."""
         self._failed: MpsdError | None = None
@@ -161,18 +145,15 @@ class Keeper:
 
     def stumble(self, error: Exception) -> None:
         """Report a defect of the keeper to all ranks."""
-        defect = InternalError(f"the keeper of the job met a defect: {error!r}", hint="report it, and start the job again")
+        defect = InternalError(
+            f"the keeper of the job met a defect: {error!r}", hint="report it, and start the job again"
+        )
         for member in self._members:
             member.fail(defect)
 
     def close(self) -> None:
         """Release the leases, end the private mpsd with its control daemons, and remove the directory."""
-        if self._client is not None and self._mpsd is None and self._options is not None and not self._options["lease"]:
-            for lease in self._leases.values():
-                with contextlib.suppress(MpsdError):
-                    self._client.release(lease["id"])
-        if self._mpsd is not None:
-            self._mpsd.end(_END)
+        self._service.close()
         place.remove(self._directory)
 
     # -- hearing -------------------------------------------------------------------------------------------------------
@@ -182,10 +163,8 @@ class Keeper:
         poll.register(self._listener, select.POLLIN)
         for member in self._members:
             poll.register(member.channel, select.POLLIN)
-        if self._mpsd is not None:
-            poll.register(self._mpsd.pidfd, select.POLLIN)
-            if self._client is None:
-                poll.register(self._mpsd.printed, select.POLLIN)
+        for each in self._service.descriptors:
+            poll.register(each, select.POLLIN)
         times = [*self._times()]
         if not self._members:
             times.append(self._idle_at)
@@ -194,13 +173,14 @@ class Keeper:
         if self._listener.fileno() in found:
             self._members.append(_Member(self._listener.accept()[0]))
             self._idle_at = 0.0
-        if self._mpsd is not None and self._mpsd.pidfd in found:
-            self._lose_mpsd()
+        try:
+            self._service.heed()
+        except MpsdError as error:
+            self._break(error)
 
     def _times(self) -> Iterator[float]:
         """Yield the times at which something is due."""
-        if self._mpsd is not None and self._client is None and self._broken is None:
-            yield self._mpsd_until
+        yield from self._service.times
         for place_in_line, group in enumerate(self._groups):
             if group.phase in {"coming", "leaving"} and place_in_line == 0:
                 yield group.until
@@ -228,7 +208,7 @@ class Keeper:
         for group in self._groups:
             if member in group.members:
                 group.members.remove(member)
-        if wait and not self._members:
+        if wait and not self._members and time.monotonic() >= self._idle_at:
             self._last = member
         else:
             member.channel.close()
@@ -247,23 +227,6 @@ class Keeper:
                 ),
             )
 
-    def _lose_mpsd(self) -> None:
-        """Handle the end of the private mpsd: its control daemons have ended with it."""
-        assert self._mpsd is not None  # noqa: S101 - its caller saw it end
-        status, self._mpsd, was_ready, self._client = self._mpsd.end(_END), None, self._client is not None, None
-        said = (self._directory / place.LOG).read_text(errors="replace").splitlines()
-        detail = next((each for each in reversed(said) if each.startswith("mpsd: ")), "")
-        hint = next((each for each in reversed(said) if each.startswith("  hint: ")), "")
-        if was_ready or not detail:
-            error = JobFailedError(
-                f"the job's own mpsd ended unexpectedly, with status {status}, and its control daemons with it",
-                hint="find out what killed it (dmesg shows what the kernel ended for lack of memory), and start the job"
-                " again",
-            )
-        else:
-            error = JobFailedError(detail.removeprefix("mpsd: ").rpartition(" [")[0], hint=hint.removeprefix("  hint: "))
-        self._break(error)
-
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _admit(self, member: _Member) -> None:
@@ -281,7 +244,10 @@ class Keeper:
         group.members.append(member)
         if self._options is None:
             self._options = request["options"]
-            self._begin()
+            try:
+                self._service.begin(self._options)
+            except MpsdError as error:
+                self._break(error)
 
     def _group_of(self, request: Message) -> _Group:
         if self._broken is not None:
@@ -325,7 +291,7 @@ class Keeper:
         """End all ranks of a group with one sentence, those that come later too."""
         if group.phase == "coming":
             self._failed, self._missing = error, {*range(group.size)} - _numbers(group)
-            self._idle_at = time.monotonic() + min(group.within, _IDLE) if self._missing else 0.0
+            self._idle_at = time.monotonic() + _LATE if self._missing else 0.0
         group.phase = "failed"
         for member in group.members:
             member.fail(error)
@@ -340,8 +306,6 @@ class Keeper:
     def _advance(self) -> None:
         """Take each group to its next phase."""
         now = time.monotonic()
-        if self._mpsd is not None and self._client is None:
-            self._hear_mpsd(now)
         group = self._first()
         if group is not None and not group.until:
             self._time(group)
@@ -358,7 +322,7 @@ class Keeper:
 
     def _start(self, group: _Group, now: float) -> None:
         match group.phase:
-            case "coming" if len(group.members) == group.size and self._client is not None:
+            case "coming" if len(group.members) == group.size and self._service.is_ready:
                 group.phase = "probing" if self._offer(group) else "leaving"
                 group.next_look = now
             case "probing" if all(each.probe is not None for each in group.members):
@@ -377,7 +341,7 @@ class Keeper:
         """Say who is missing at the end of the time that a start has."""
         within = f"within {group.within:g} s (--within)"
         missing = sorted({*range(group.size)} - _numbers(group))
-        if self._client is None:
+        if not self._service.is_ready:
             return JobFailedError(f"the job's own mpsd was not ready {within}", hint="give it more time: --within 5m")
         if group.phase == "coming":
             named = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")  # noqa: PLR2004 - a sentence
@@ -395,144 +359,35 @@ class Keeper:
     def _go(self, group: _Group, now: float) -> None:
         group.phase, group.next_look, group.pause = "running", now + _FIRST_LOOK, _FIRST_LOOK
         first = min(group.members, key=lambda each: each.rank)
-        if not group.outer or self._leases:
+        if first.gpu is not None:
             on = job.placed({each.rank: each.gpu for each in group.members if each.gpu is not None})
-            what = f"MPS serves the command on GPU {first.gpu.index}" if group.outer and first.gpu else on
+            what = f"MPS serves the command on GPU {first.gpu.index}" if group.outer else on
             first.channel.tell(say=f"{what}; ready after {now - group.began:.1f} s")
         for member in group.members:
             member.channel.tell(go=True)
-
-    # -- mpsd ----------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Find the mpsd of the node, or start a private one."""
-        options = self._options
-        assert options is not None  # noqa: S101 - its caller has set them
-        try:
-            if options["simulate"] is None and options["control"] is None:
-                client = Client(options["socket"], trusted=options["trusted"])
-                try:
-                    self._use(client)
-                except UnreachableError as error:
-                    if error.socket is None or options["lease"] is not None:
-                        raise
-                else:
-                    return
-            self._start_mpsd(options)
-        except MpsdError as error:
-            self._break(error)
-
-    def _start_mpsd(self, options: dict[str, Any]) -> None:
-        root = self._directory / "mpsd"
-        root.mkdir(mode=0o700)
-        command = [sys.executable, "-P", "-m", "mpsd", "job", f"{root}", "--gpus", options["gpus"]]
-        for name in ("visible", "simulate", "control"):
-            if options[name] is not None:
-                command += [f"--{name}", f"{options[name]}"]
-        if options["by_bus"]:
-            command.append("--by-bus")
-        self._mpsd = foreground.Companion(command, os.environ)
-        self._mpsd_until = time.monotonic() + _START
-
-    def _hear_mpsd(self, now: float) -> None:
-        """Take note that the private mpsd is ready."""
-        assert self._mpsd is not None  # noqa: S101 - its caller looked
-        if select.select([self._mpsd.printed], [], [], 0)[0] and os.read(self._mpsd.printed, len(_READY)) == _READY:
-            try:
-                self._use(Client(f"{self._directory / 'mpsd' / 'run' / 'mpsd.sock'}"))
-            except MpsdError as error:
-                self._break(error)
-        elif now >= self._mpsd_until and self._broken is None:
-            self._break(JobFailedError("the job's own mpsd did not start", hint="see the GPUs: nvidia-smi"))
-
-    def _use(self, client: Client) -> None:
-        """Use the mpsd that this client calls. Raises MpsdError."""
-        options = self._options
-        assert options is not None  # noqa: S101 - as above
-        status = client.status()
-        gpus = [
-            JobGpu(each["index"], each["uuid"], each["name"] or "", _node_of(each))
-            for each in status["gpus"]
-            if each["uuid"] is not None
-        ]
-        if self._mpsd is None:  # a private one has only those
-            gpus = job.chosen(options["gpus"], job.visible(options["visible"], gpus, by_bus=options["by_bus"]))
-        if options["lease"] is not None:
-            lease = client.lease(options["lease"])
-            gpus = [each for each in gpus if each.uuid in lease["gpus"]]
-            self._leases = {each.uuid: lease for each in gpus}
-        self._simulated, self._gpus, self._client = status["simulated"], gpus, client
 
     def _offer(self, group: _Group) -> bool:
         """Give each rank of a group its GPU, the environment of the lease there, and the probe to run.
 
         The command around the launcher gets none of them where there are several GPUs; returns whether they got them.
         """
-        if group.outer and len(self._gpus) > 1:
-            if not group.members[0].request["inner"]:  # type: ignore[index]  # it is in a group
-                raise self._several()
-            group.members[0].channel.tell(environment=self._variables(None), unset=[], probe=None)
+        service, requests = self._service, {each.rank: each.request or {} for each in group.members}
+        if group.outer and len(service.gpus) > 1:
+            if not requests[0]["inner"]:
+                raise _several(len(service.gpus))
+            group.members[0].channel.tell(environment=service.variables(None), unset=[], probe=None)
             return False
         nodes = _nodes()
-        where = {
-            each.rank: frozenset(nodes.get(cpu, -1) for cpu in each.request["cpus"])  # type: ignore[index]  # as above
-            for each in group.members
-        }
-        chosen = job.spread(where, self._gpus)
-        for gpu in self._gpus:
-            there = [each for each in group.members if chosen[each.rank] == gpu]
-            self._lease(gpu, there, group)
+        near = {rank: frozenset(nodes.get(cpu, -1) for cpu in each["cpus"]) for rank, each in requests.items()}
+        chosen = job.spread(near, service.gpus)
+        for gpu in service.gpus:
+            there = [each.pid for each in group.members if chosen[each.rank] == gpu]
+            service.lease(gpu, there, None if group.outer else len(there))
         for member in group.members:
-            gpu = member.gpu = chosen[member.rank]
-            probe = [*self._canary(), "--alarm", f"{max(int(group.within), 1)}"]
-            unset = [*UNASKED]
-            member.channel.tell(environment=self._variables(gpu), unset=unset, probe=probe)
+            member.gpu = chosen[member.rank]
+            environment, probe = service.variables(member.gpu), service.probe(group.within)
+            member.channel.tell(environment=environment, unset=[*UNASKED], probe=probe)
         return True
-
-    def _several(self) -> JobFailedError:
-        return JobFailedError(
-            f"the job may see {len(self._gpus)} GPUs, and a program under MPS uses one of them",
-            hint="have each rank choose its own: mpsctl job -- mpirun -n 8 mpsctl job -- PROGRAM, or srun mpsctl job --"
-            " PROGRAM; or take one GPU: mpsctl job --gpus 1 -- COMMAND",
-        )
-
-    def _lease(self, gpu: JobGpu, there: Sequence[_Member], group: _Group) -> None:
-        """Take the lease of the ranks on a GPU, or add them to its holders."""
-        options, client = self._options, self._client
-        assert options is not None  # noqa: S101 - as above
-        assert client is not None  # noqa: S101 - its callers looked
-        held = self._leases.get(gpu.uuid)
-        if held is None:
-            ranks = options["processes"] if group.outer else len(there)
-            free = next(each["memory_free"] for each in client.gpus()["gpus"] if each["uuid"] == gpu.uuid)
-            share = job.share(
-                ranks, threads=options["threads"], memory=options["memory"], even=options["even"], free=free
-            )
-            name = options["name"]
-            request = {**share, "gpu": gpu.uuid, "name": name, "pid": there[0].pid}
-            held = self._leases[gpu.uuid] = client.admit(request)
-            there = there[1:]
-        if options["lease"] is None:
-            for member in there:
-                client.hold(held["id"], {"pid": member.pid}, deadline=_START)
-
-    def _variables(self, gpu: JobGpu | None) -> dict[str, str]:
-        """Return the variables of the job for a program on this GPU."""
-        client = self._client
-        assert client is not None  # noqa: S101 - as above
-        found = {"MPSD_JOB": f"{self._directory}"}
-        if self._simulated and self._mpsd is not None:
-            found["MPSD_SIMULATED_GPUS"] = f"{self._directory / 'mpsd' / 'run' / 'simulated'}"
-        if gpu is not None:
-            lease = self._leases[gpu.uuid]
-            shares = [each["env"] for each in lease["shares"] if each["gpu"] == gpu.uuid]
-            found |= {**shares[0], **client.variables()}
-        return found
-
-    def _canary(self) -> tuple[str, ...]:
-        """Return the command of a client that tells what CUDA says: that with which mpsd itself tests its servers."""
-        module = "mpsd.simulator.client" if self._simulated else "mpsd.system.mps.canary"
-        return (sys.executable, "-I", "-m", module)
 
     # -- verifying -----------------------------------------------------------------------------------------------------
 
@@ -550,7 +405,7 @@ class Keeper:
             if probe["mps"] is False:
                 raise JobFailedError(
                     f"rank {member.rank} would run outside MPS, according to CUDA: it does not reach"
-                    f" {self._variables(member.gpu)['CUDA_MPS_PIPE_DIRECTORY']}",
+                    f" {self._service.variables(member.gpu)['CUDA_MPS_PIPE_DIRECTORY']}",
                     hint="in a container, mount that directory at the same path",
                 )
         verified, doubts = self._verified(group)
@@ -569,18 +424,16 @@ class Keeper:
 
     def _verified(self, group: _Group) -> tuple[set[int], list[str]]:
         """Return the processes that mpsd has verified, and its doubts. Raises JobFailedError for one outside MPS."""
-        client = self._client
-        assert client is not None  # noqa: S101 - as above
         verified, doubts = set[int](), list[str]()
-        for gpu in {each.gpu.uuid for each in group.members if each.gpu is not None}:
-            answer = client.verify(self._leases[gpu]["id"])
+        for gpu in {each.gpu for each in group.members if each.gpu is not None}:
+            answer = self._service.verify(gpu)
             for process in answer["processes"]:
                 if process["verdict"] == "ok":
                     verified.add(process["pid"])
                 elif process["verdict"] == "violation" and process["mps"] is False:
-                    rank = _rank_of(process["pid"], group)
+                    who = "the program" if group.outer else f"rank {_rank_of(process['pid'], group)}"
                     raise JobFailedError(
-                        f"{'the program' if group.outer else f'rank {rank}'} misses MPS: {process['because']}",
+                        f"{who} misses MPS: {process['because']}",
                         hint="start the program with the environment that mpsctl job gives it, and check that a wrapper"
                         " script or a container passes it on",
                     )
@@ -600,12 +453,20 @@ class Keeper:
             pass  # an mpsd of the node may be away for a while: its control daemons serve on
 
 
+def _several(gpus: int) -> JobFailedError:
+    return JobFailedError(
+        f"the job may see {gpus} GPUs, and a program under MPS uses one of them",
+        hint="have each rank choose its own: mpsctl job -- mpirun -n 8 mpsctl job -- PROGRAM, or srun mpsctl job --"
+        " PROGRAM; or take one GPU: mpsctl job --gpus 1 -- COMMAND",
+    )
+
+
 _SAME_GPUS: Final = "all ranks of a node must see all its GPUs: srun --gpu-bind=none, without --gpus-per-task"
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Return what differs between the options of two ranks, in words; empty where nothing does."""
-    odd = next((name for name in one if other.get(name) not in (None, one[name])), "")  # noqa: PLR6201 - some are lists
+    odd = next((name for name in one if other.get(name) not in (None, one[name])), "")
     return {"visible": "CUDA_VISIBLE_DEVICES", "by_bus": "CUDA_DEVICE_ORDER"}.get(odd, odd and f"--{odd}")
 
 
@@ -622,16 +483,6 @@ def _rank_of(pid: int, group: _Group) -> int | str:
         except OSError:
             break
     return ranks.get(pid, "?")
-
-
-def _node_of(gpu: "answer_types.Gpu") -> int | None:
-    """Return the NUMA node of a GPU; None where the kernel names none."""
-    bus = (gpu["hardware"] or {}).get("pci_bus_id")
-    try:
-        node = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def _nodes() -> dict[int, int]:

@@ -1,8 +1,9 @@
 """The directory of a job on a node: whose it is, who may start the keeper in it, and the removal of dead ones.
 
-It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, and has mode 0700. In a directory that all users may write to, any of them can
-make one with its name first: it is used only if it belongs to this user, and no link is followed. The keeper holds a lock
-on it for as long as it lives. The kernel releases that lock, so that a directory without one belongs to no living job.
+It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, and has mode 0700. In a directory that all users may write to, any of them
+can make one with its name first: it is used only if it belongs to this user, and no link is followed. The keeper holds
+a lock on it for as long as it lives. The kernel releases that lock, so that a directory without one belongs to no living
+job.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def directory(job: str, variables: Mapping[str, str]) -> Path:
 
 
 def _base(variables: Mapping[str, str]) -> Path:
-    """Return the directory for those of jobs. XDG_RUNTIME_DIR may be that of another machine: batch systems pass it on."""
+    """Return the directory for those of jobs. XDG_RUNTIME_DIR may be that of another machine: Slurm passes it on."""
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         base = variables.get(name, "")
         if os.path.isabs(base) and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):  # noqa: PTH117, PTH112 - of any bytes

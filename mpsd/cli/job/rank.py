@@ -30,7 +30,9 @@ class LostError(Exception):
     """The keeper had ended before it heard of this rank; another one may be started."""
 
 
-def run(channel: Channel, request: Message, command: Sequence[str], variables: Mapping[str, str], *, outer: bool) -> int:
+def run(
+    channel: Channel, request: Message, command: Sequence[str], variables: Mapping[str, str], *, outer: bool
+) -> int:
     """Join the job with this request, run the command once all ranks are ready, and return its exit status.
 
     `outer`: it is the command around the launcher. Raises LostError, JobFailedError with the sentence that all ranks
@@ -52,7 +54,13 @@ def run(channel: Channel, request: Message, command: Sequence[str], variables: M
 
 
 def _run(
-    channel: Channel, offer: Message, command: Sequence[str], variables: Mapping[str, str], *, launcher: int, outer: bool
+    channel: Channel,
+    offer: Message,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    launcher: int,
+    outer: bool,
 ) -> int:
     environment = {name: value for name, value in variables.items() if name not in offer["unset"]}
     environment |= offer["environment"]
@@ -171,7 +179,9 @@ class _Overseer:
         """Hear what the keeper says, and end the program where it says so, or where the launcher has ended."""
         if number == _PARENT_ENDED and not self._outer and os.getppid() != self._launcher:
             return self._fail(
-                JobFailedError("the launcher of the job has ended", hint="find out what ended it, and start the job again")
+                JobFailedError(
+                    "the launcher of the job has ended", hint="find out what ended it, and start the job again"
+                )
             )
         while not self._channel.is_over and (message := self._channel.hear()) is not None:
             if "fail" in message:

@@ -259,9 +259,15 @@ def spawn(
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/",
+            list(argv),
+            env=dict(env),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=new_session,
+            cwd="/",
             preexec_fn=bind,  # noqa: PLW1509 - one call to the kernel
-        )  # fmt: skip
+        )
 
     child = start() if allowed is None or not capabilities.can_drop() else capabilities.without(allowed, start)
     # Only mpsd can reap it, so its pid is still its own here, even if it has ended already.

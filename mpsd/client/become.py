@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _LOOK: Final = 1.0
 """Seconds between two looks for the caller, while the request waits."""
 
+_PR_SET_PDEATHSIG: Final = 1
+"""From linux/prctl.h."""
+
 
 class Order(TypedDict):
     """What the process is to become. Text that the kernel reads as bytes is in Latin-1, byte for byte."""
@@ -48,6 +51,20 @@ def command(descriptor: int) -> list[str]:
 def encoded(text: str | bytes | os.PathLike[str]) -> str:
     """Return the bytes of a text for the kernel, as an order has them."""
     return os.fsencode(text).decode("latin-1")
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent, whose pid is the argument, is gone.
+
+    A program that this process executes ends likewise, unless it changes its user (prctl(2)); a process that it starts
+    does not.
+    """
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "the end of this process cannot be tied to that of its parent")
+    if os.getppid() != parent:  # it was gone before
+        signal.raise_signal(signal.SIGKILL)
 
 
 class _Caller:
@@ -109,6 +126,8 @@ def _become(order: Order, caller: _Caller) -> None:
             return caller.look()
 
     try:
+        if order["parent"] is not None:
+            end_with(order["parent"])
         _check(order)
         with Client(order["socket"], trusted=order["trusted"]) as api:
             lease = take(api, order["request"], wait=order["wait"], progress=Looking())
@@ -140,13 +159,8 @@ def run() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, as of a program
     caller = _Caller(int(sys.argv[1]))
-    order = caller.order()
-    if order["parent"] is not None:
-        from mpsd.client.starter import end_with
-
-        end_with(order["parent"])
     with contextlib.suppress(BrokenPipeError):
-        _become(order, caller)
+        _become(caller.order(), caller)
 
 
 if __name__ == "__main__":

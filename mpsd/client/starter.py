@@ -6,16 +6,12 @@ call from a thread that is over soon. The starter's thread lives exactly as long
 
 import os
 import queue
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
-
-_PR_SET_PDEATHSIG: Final = 1
-"""From linux/prctl.h."""
 
 
 class _Starter:
@@ -75,17 +71,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def end_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent, whose pid is the argument, is gone.
-
-    A program that this process executes ends likewise, unless it changes its user (prctl(2)); a process that it starts
-    does not.
-    """
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "the end of this process cannot be tied to that of its parent")
-    if os.getppid() != parent:  # it was gone before
-        signal.raise_signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Order(TypedDict):
 
     arguments: list[str]
     environment: dict[str, str]
-    request: dict[str, object]
+    request: dict[str, object] | None
+    """None: it takes no lease."""
     wait: float
     """Seconds, or infinite."""
     socket: str
@@ -121,30 +122,40 @@ def _become(order: Order, caller: _Caller) -> None:
     from mpsd.client.waiting import Progress, take
     from mpsd.core.errors import MpsdError
 
-    class Looking(Progress):
+    class Watching(Progress):
+        is_reached = False
+
         def look(self) -> float:
             return caller.look()
 
+        def lose(self, error: MpsdError, *, answered: bool) -> None:  # noqa: ARG002 - the wait's own
+            self.is_reached = self.is_reached or answered
+
+    progress = Watching()
     try:
         if order["parent"] is not None:
             end_with(order["parent"])
         _check(order)
+        if order["request"] is None:
+            caller.tell(lease={})
+            _execute(order, order["environment"])
         with Client(order["socket"], trusted=order["trusted"]) as api:
-            lease = take(api, order["request"], wait=order["wait"], progress=Looking())
+            lease = take(api, order["request"], wait=order["wait"], progress=progress)
             with _released_on_failure(api, lease):
                 own = {name: encoded(value) for name, value in environment(api, lease, share=0).items()}
                 caller.tell(lease=lease)
                 _execute(order, with_variables(order["environment"], own))
     except MpsdError as error:
-        members = ("code", "detail", "hint", "limit", "status")
-        more = {"socket": getattr(error, "socket", None), "retryable": error.retryable}
-        caller.tell(error={each: getattr(error, each) for each in members} | more)
+        members = ("code", "detail", "hint", "limit", "status", "retryable", "is_answer")
+        found = {each: getattr(error, each) for each in members}
+        more = {"socket": getattr(error, "socket", None), "is_reached": progress.is_reached}
+        caller.tell(error=found | more)
     except OSError as error:
         caller.tell(errno=error.errno)
 
 
 @contextlib.contextmanager
-def _released_on_failure(api: "Client", lease: "answer_types.Lease") -> "contextlib.Iterator[None]":
+def _released_on_failure(api: "Client", lease: "answer_types.Lease") -> Iterator[None]:
     from mpsd.core.errors import MpsdError
 
     try:

@@ -1,25 +1,239 @@
 """Programs and functions that run in processes of their own, each under a lease.
 
-A lease that is over before its program, or a program that is over before its lease, is what nobody wants: the lease of
-`spawn` is held by the program itself, and that of `Pool` and `process` by this process, with which the workers end.
+A program of `spawn` holds its lease itself, so that both end together, whatever ends them. The leases of `Pool` and
+`process` are held by this process, with which their workers end.
 """
 
 import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
-import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Final, NoReturn, TypeAlias
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, Unpack, cast
 
 from mpsd.client import become
-from mpsd.client.client import Client
+from mpsd.client.connection import error_of
+from mpsd.client.ends import end_clients
+from mpsd.client.lease import Lease, Options
 from mpsd.client.pool import Pool, process
 from mpsd.client.starter import start
-from mpsd.core.errors import MpsdError
+from mpsd.client.waiting import Progress
+from mpsd.core.errors import MpsdError, UnreachableError
+
+if TYPE_CHECKING:
+    from mpsd.client import answer_types
 
 __all__ = ["Pool", "Process", "process", "spawn"]
+
+Argument: TypeAlias = "str | bytes | os.PathLike[str]"
+Stream: TypeAlias = "int | IO[Any] | None"
+
+_TERMINATION: Final = 5.0
+"""Seconds that a program has to exit on SIGTERM, before SIGKILL."""
+
+
+class Process(subprocess.Popen[bytes]):
+    """A program under a lease: a `subprocess.Popen` with `lease`, of which the `with` block ends the program.
+
+    Its `pid` is that of the program, which holds the lease.
+    """
+
+    lease: Lease
+
+    def __init__(self, program: "_Program", descriptor: int) -> None:
+        """Start the process that is to become a program; its order comes on the descriptor."""
+        super().__init__(
+            become.command(descriptor),
+            pass_fds=[descriptor],
+            cwd=program.cwd,
+            stdin=program.stdin,
+            stdout=program.stdout,
+            stderr=program.stderr,
+        )
+        self.args = [*program.arguments]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End the program, where it has not ended, and close its streams."""
+        try:
+            self.end()
+        finally:
+            super().__exit__(kind, error, traceback)
+
+    def end(self, within: float = _TERMINATION) -> int:
+        """End the program and its lease, and return its exit status.
+
+        mpsd first ends what it does on the GPU, as a signal in the middle of that may end the work of its neighbours.
+        Then comes SIGTERM, and after `within` seconds SIGKILL.
+        """
+        if self.poll() is None:
+            if self.lease.id:
+                end_clients(self.lease.client, self.lease.id)
+            self.terminate()
+            try:
+                self.wait(within)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        status = self.wait()
+        self.lease.close()
+        return status
+
+
+def spawn(
+    arguments: Sequence[Argument],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: Stream = None,
+    detached: bool = False,
+    **request: Unpack[Options],
+) -> Process:
+    """Start a program under a lease of its own, without a shell, and return it.
+
+        with mpsd.spawn(["python3", "train.py"], fraction=0.25, wait="10m") as program:
+            status = program.wait()
+
+    The first arguments are those of `subprocess.Popen`, and the others those of `mpsd.lease`. The program holds its
+    lease, which ends with it at the latest; no lease is left whatever process is killed. The program ends with this
+    process, too: at its exit as `Process.end` does, and where it is killed, by SIGKILL. With `detached` it lives on.
+    Programs that it starts itself end as it ends them.
+
+    Raises the errors of `Lease.open` before anything runs, and OSError for a program that cannot be executed, such as
+    FileNotFoundError, which leaves no lease. An exception during the wait, such as KeyboardInterrupt, gives it up.
+    """
+    program = _Program(arguments, env, cwd, stdin, stdout, stderr, is_detached=detached)
+    lease = _LeaseOfProgram(program, request)
+    try:
+        lease.open(sets_environment=False)
+        if program.process is None:  # there is no mpsd, and the program wants the whole GPU
+            program.start(lease, None)
+    except BaseException:
+        if program.process is not None:
+            _abandon(program.process)
+        raise
+    assert program.process is not None  # noqa: S101 - it was started, or an error was raised
+    program.process.lease = lease
+    lease.holder = program.process.pid if lease.id else None
+    if not detached:
+        _with_this_one.add(program.process)
+    return program.process
+
+
+class _Program:
+    """What is to be executed, and the process that becomes it."""
+
+    def __init__(
+        self,
+        arguments: Sequence[Argument],
+        env: Mapping[str, str] | None,
+        cwd: str | os.PathLike[str] | None,
+        *streams: Stream,
+        is_detached: bool,
+    ) -> None:
+        if isinstance(arguments, str | bytes) or not arguments:
+            raise TypeError("a program is a sequence of arguments, such as ['python3', 'train.py']")
+        self.arguments = arguments
+        self.cwd = cwd
+        self.stdin, self.stdout, self.stderr = streams
+        self.process: Process | None = None
+        self._environment = os.environ if env is None else env
+        self._is_detached = is_detached
+
+    def start(
+        self, lease: Lease, request: Mapping[str, object] | None, wait: float = 0.0, progress: Progress | None = None
+    ) -> "answer_types.Lease | None":
+        """Start the process, and return the lease that it takes by a request, once it has become the program.
+
+        Without a request, it takes none. Raises MpsdError for a refusal, and OSError.
+        """
+        order = become.Order(
+            arguments=[become.encoded(each) for each in self.arguments],
+            environment={become.encoded(name): become.encoded(value) for name, value in self._environment.items()},
+            request=None if request is None else {**request},
+            wait=wait,
+            socket=os.path.abspath(lease.client.path),  # noqa: PTH100 - unchanged, including links
+            trusted=[*lease.client.trusted],
+            parent=None if self._is_detached else os.getpid(),
+        )
+        own, its = socket.socketpair()
+        with own:
+            with its:
+                process = start(lambda: Process(self, its.fileno()), _abandon)
+            try:
+                answer = self._ordered(own, order, progress)
+            except BaseException:
+                _abandon(process)
+                raise
+        if answer is None:
+            status = process.wait()
+            raise ChildProcessError(
+                f"the process that was to become {os.fsdecode(self.arguments[0])} ended before, with status {status}"
+            )
+        self.process = process
+        return answer
+
+    def _ordered(
+        self, its: socket.socket, order: become.Order, progress: Progress | None
+    ) -> "answer_types.Lease | None":
+        """Give the process its order, and return its lease when it is the program; None where it ended before."""
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and gives no answer
+            its.sendall(json.dumps(order).encode(), socket.MSG_NOSIGNAL)
+            its.shutdown(socket.SHUT_WR)
+        answer = None
+        for line in its.makefile("rb"):
+            document = json.loads(line)
+            if "errno" in document:
+                raise OSError(document["errno"], os.strerror(document["errno"]), self.arguments[0])
+            if "error" in document:
+                raise _error(document["error"], progress)
+            answer = document["lease"]
+        return cast("answer_types.Lease | None", answer)
+
+
+class _LeaseOfProgram(Lease):
+    """A lease that a program takes for itself, and holds."""
+
+    def __init__(self, program: _Program, options: Options) -> None:
+        super().__init__(**options)
+        self._program = program
+
+    def _take(self, request: Mapping[str, object], wait: float, progress: Progress) -> "answer_types.Lease":
+        answer = self._program.start(self, request, wait, progress)
+        assert answer is not None  # noqa: S101 - it was requested
+        return answer
+
+
+def _error(document: Mapping[str, Any], progress: Progress | None) -> MpsdError:
+    """Return the error that the process met, as it was there."""
+    error = error_of(document["status"], document)
+    error.retryable, error.is_answer = bool(document["retryable"]), bool(document["is_answer"])
+    if isinstance(error, UnreachableError):
+        error.socket = document["socket"]
+    if document["is_reached"] and progress is not None:
+        progress.lose(error, answered=True)
+    return error
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+_with_this_one: "weakref.WeakSet[Process]" = weakref.WeakSet()
+"""The programs that end with this process."""
+
+
+@atexit.register
+def _end_programs() -> None:
+    for each in [*_with_this_one]:
+        each.end()
+
+
+def _abandon(process: Process) -> None:
+    """Kill a process that has not become its program, or whose caller is not told of it."""
+    process.kill()
+    subprocess.Popen.__exit__(process, None, None, None)  # it closes the streams, and waits

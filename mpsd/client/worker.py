@@ -10,9 +10,9 @@ import contextlib
 import io
 import os
 import signal
-from collections.abc import Callable, Mapping
-from multiprocessing import parent_process, popen_spawn_posix, resource_tracker, spawn, util
-from multiprocessing.context import SpawnContext, SpawnProcess, reduction, set_spawning_popen
+from collections.abc import Mapping, Sequence
+from multiprocessing import parent_process, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
 from mpsd.client.become import end_with
@@ -23,8 +23,12 @@ from mpsd.client.starter import start
 class _Launched(popen_spawn_posix.Popen):
     """A worker that is executed in the environment of its lease."""
 
+    _fds: list[int]
+    """The descriptors that the worker gets, those of its queues among them."""
+
     def _launch(self, process: "Worker") -> None:
         tracker = resource_tracker.getfd()
+        assert tracker is not None  # noqa: S101 - it runs
         self._fds.append(tracker)
         content = io.BytesIO()
         set_spawning_popen(self)
@@ -42,12 +46,17 @@ class _Launched(popen_spawn_posix.Popen):
             environment = with_variables(os.environ, process.variables)
             self.pid = start(lambda: _execute(command, descriptors, environment), _end)
             self.sentinel = sentinel
-            with open(order, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor
+            with open(order, "wb", closefd=False) as file:
                 file.write(content.getbuffer())
         finally:
-            kept = [each for each in (sentinel, order) if each is not None]
-            self.finalizer = util.Finalize(self, util.close_fds, kept)
-            util.close_fds(*(each for each in (to_worker, of_worker) if each is not None))
+            self.finalizer = util.Finalize(self, _close, (sentinel, order))
+            _close(to_worker, of_worker)
+
+
+def _close(*descriptors: int | None) -> None:
+    for each in descriptors:
+        if each is not None:
+            os.close(each)
 
 
 def _execute(command: list[str], descriptors: set[int], environment: Mapping[str, str]) -> int:
@@ -66,7 +75,7 @@ def _end(pid: int) -> None:
 class Worker(SpawnProcess):
     """A worker of a pool; `variables` are those of its lease."""
 
-    def __init__(self, variables: Mapping[str, str], **options: Any) -> None:
+    def __init__(self, variables: Mapping[str, str], **options: Any) -> None:  # noqa: ANN401 - multiprocessing's own
         super().__init__(**options)
         self.variables = variables
 
@@ -87,15 +96,18 @@ class Worker(SpawnProcess):
 
 
 class Workers(SpawnContext):
-    """A context of `multiprocessing` whose processes get the variables that a function returns for each."""
+    """A context of `multiprocessing` whose processes get the variables of a lease, on the GPU that has the fewest."""
 
-    def __init__(self, variables: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.environments: Sequence[Mapping[str, str]] = ({},)
+        """The variables on each GPU."""
         self.all: list[Worker] = []
-        """The workers that were started, and have not been forgotten."""
-        self._variables = variables
+        """The workers that live, or are gone for another reason than that their work was done."""
 
-    def Process(self, **options: Any) -> Worker:  # type: ignore[override]  # noqa: N802 - the name of multiprocessing's
-        worker = Worker(self._variables(), **options)
+    def Process(self, **options: Any) -> Worker:  # type: ignore[override]  # noqa: ANN401, N802 - multiprocessing's own
+        self.all[:] = [each for each in self.all if each.exitcode != 0]
+        of_living = [each.variables for each in self.all if each.is_alive()]
+        worker = Worker(min(self.environments, key=of_living.count), **options)
         self.all.append(worker)
         return worker

@@ -2,16 +2,17 @@
 
 import contextlib
 import os
-import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeAlias, Unpack, cast
 
+from mpsd.client import own_environment
 from mpsd.client.client import Client
-from mpsd.client.environment import environment, foreign, own_connections
+from mpsd.client.environment import environment, own_connections
 from mpsd.client.request import Request, body
 from mpsd.client.waiting import Progress, take
 from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, UnreachableError
@@ -38,9 +39,9 @@ class Options(Request, total=False):
     """How mpsd is called; by default with MPSD_SOCKET and MPSD_TRUST_UID, as mpsctl does."""
     otherwise: Literal["fail", "whole-gpu"]
     """What to do on a machine without mpsd: raise UnreachableError, or warn and go on without a lease."""
-    on_ending: OnEnding | None
+    on_ending: "OnEnding | None"
     """Called once with the Lease and seconds, in a thread, when it ends in 60 s or less, or has ended (0)."""
-    on_draining: OnDraining | None
+    on_draining: "OnDraining | None"
     """Called once with the Lease, likewise, when its control daemon is being drained."""
 
 
@@ -82,9 +83,8 @@ def current() -> "Lease | None":
     name = os.environ.get(_LEASE)
     if not name:
         return None
-    with _environment_lock:
-        here = next((each for each in reversed(_in_environment) if each.id == name), None)
-    return here or Lease.of_another(_default_client(), name)
+    here = (each for each in own_environment.owners() if isinstance(each, Lease) and each.id == name)
+    return next(here, None) or Lease.of_another(name)
 
 
 class Lease:
@@ -111,7 +111,9 @@ class Lease:
         self.holder: int | None = None
         """The pid of the process that holds it; None before it is open, and for a holder that is no process."""
         given: dict[str, object] = {**options}
-        self._client = cast("Client | None", given.pop("client", None)) or _default_client()
+        client = cast("Client | None", given.pop("client", None))
+        self._is_own_client = client is None
+        self._client = client or _default_client()
         self._otherwise = given.pop("otherwise", "fail")
         if self._otherwise not in {"fail", "whole-gpu"}:
             raise InvalidRequestError(
@@ -124,16 +126,15 @@ class Lease:
         self._opened_by: int | None = None
         """The pid of the process that opened it, and has not closed it."""
         self._share = 0
-        self._before: dict[str, str | None] | None = None
-        """The variables that were replaced in os.environ, with their values before; None where none were."""
         self._watcher: Watcher | None = None
         self._absent: UnreachableError | None = None
 
     @classmethod
-    def of_another(cls, client: Client, name: str) -> "Lease":
+    def of_another(cls, name: str) -> "Lease":
         """Return the lease with this id, which another process holds. Raises the errors of `Client.lease`."""
-        found = cls(client=client)
-        found._accept(client.lease(name))
+        found = cls()
+        with found._calling() as client:
+            found._accept(client.lease(name))
         pipe = os.environ.get(_PIPE_DIRECTORY)
         directories = [each.get(_PIPE_DIRECTORY) for each in found.environments]
         found._share = directories.index(pipe) if pipe in directories else 0
@@ -230,7 +231,8 @@ class Lease:
             request = {**request, "connections": connections}
         contact = _Contact()
         try:
-            answer = take(self._client, request, wait=self._wait, progress=contact)
+            with self._calling() as client:
+                answer = take(client, request, wait=self._wait, progress=contact)
         except UnreachableError as error:
             if error.socket is None or contact.is_made:
                 raise
@@ -247,9 +249,10 @@ class Lease:
         self._opened_by = os.getpid()
         try:
             self._accept(answer)
+            self.holder = cast("int | None", self._request.get("pid")) or os.getpid()
             if sets_environment:
                 _refuse_initialised()  # it may have waited for long
-                _set(self)
+                own_environment.put(self, self.environment)
             self._watch(answer)
         except BaseException:
             with contextlib.suppress(MpsdError):
@@ -268,7 +271,7 @@ class Lease:
         holder. In a forked child, only the environment is restored. Raises the errors of `Client.release`.
         """
         opened_by, self._opened_by = self._opened_by, None
-        _restore(self)
+        own_environment.take_back(self)
         if opened_by != os.getpid() or self.answer is None:
             return
         if self._watcher is not None:
@@ -276,10 +279,131 @@ class Lease:
         answer = self.answer
         self.answer = cast("answer_types.Lease", {**answer, "state": "ended", "because": "it was closed"})
         try:
-            self._client.release(answer["id"])
+            with self._calling() as client:
+                client.release(answer["id"])
         except MpsdError as error:
             if not error.retryable:
                 raise
             from mpsd.client.watcher import release_later
 
             release_later(self._client, answer["id"])
+
+    def _watch(self, answer: "answer_types.Lease") -> None:
+        ttl = cast("float | None", self._request.get("ttl"))
+        if ttl is None and answer["expires"] and answer["granted"]:  # a quota gives it one
+            ends, began = (datetime.fromisoformat(each) for each in (answer["expires"], answer["granted"]))
+            ttl = (ends - began).total_seconds()
+        if ttl is None and self._on_ending is None and self._on_draining is None:
+            return
+        from mpsd.client.watcher import Watcher
+
+        self._watcher = Watcher(
+            self._client,
+            answer,
+            ttl=inf if ttl is None else ttl,
+            heard=self._hear,
+            on_ending=self._on_ending and partial(self._on_ending, self),
+            on_draining=self._on_draining and partial(self._on_draining, self),
+        )
+        self._watcher.start()
+
+    # -- what is true of it -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> "answer_types.Lease":
+        """Return what mpsd says of it now, which is its `answer` from then on. Raises the errors of `Client.lease`."""
+        with self._calling() as client:
+            answer = client.lease(self._known()["id"])
+        if self.state != "ended":
+            self.answer = answer
+        return answer
+
+    def verify(self) -> Verification:
+        """Ask the driver inside this process, and mpsd outside, whether the lease is in force.
+
+        The driver is asked only where CUDA is initialised here, and is never initialised by this. Raises the errors of
+        `Client.verify`, and RuntimeError where the Lease is not open.
+        """
+        from mpsd.client import cuda
+
+        inside = cuda.is_under_mps()
+        said = _INSIDE[inside] if inside is not None or cuda.is_initialised() else _NOT_ASKED
+        if self.is_whole_gpu:
+            return Verification(inside, None, f"{said}, and there is no lease: {self._known_absent().detail}")
+        with self._calling() as client:
+            outside = client.verify(self._known()["id"])
+        but = "but" if inside is not None and inside != outside["ok"] else "and"
+        return Verification(inside, outside, f"{said}, {but} mpsd says: {outside['because']}")
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[Client]:
+        """Yield the client, and close a connection that the program does not know of."""
+        try:
+            yield self._client
+        finally:
+            if self._is_own_client:
+                self._client.close()
+
+    def _known(self) -> "answer_types.Lease":
+        """Return the last answer. Raises the UnreachableError of a program without mpsd, and RuntimeError."""
+        if self.is_whole_gpu:
+            raise self._known_absent()
+        if self.answer is None:
+            raise RuntimeError("the lease is not open yet: use `with`, or open()")
+        return self.answer
+
+    def _known_absent(self) -> UnreachableError:
+        if self._absent is None:
+            raise RuntimeError("the lease is not open yet: use `with`, or open()")
+        return self._absent
+
+    def _hear(self, answer: "answer_types.Lease") -> None:
+        """Take an answer of mpsd, which its watcher got."""
+        if self._opened_by is not None:
+            self.answer = answer
+
+
+_INSIDE: Final = {
+    True: "the driver says that this process is under MPS",
+    False: "the driver says that this process is outside MPS, where no limits apply",
+    None: "the driver does not say whether this process is under MPS",
+}
+_NOT_ASKED: Final = "CUDA is not initialised in this process"
+
+
+class _Contact(Progress):
+    """Whether an mpsd was there while a lease was requested."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def lose(self, error: MpsdError, *, answered: bool) -> None:  # noqa: ARG002 - the wait's own
+        self.is_made = self.is_made or answered
+
+
+def _default_client() -> Client:
+    """Return the client for the mpsd that the environment names, with the users whom it trusts."""
+    trusted = os.environ.get("MPSD_TRUST_UID", "").split()
+    if odd := [each for each in trusted if not (each.isascii() and each.isdecimal())]:
+        raise InvalidRequestError(
+            f"MPSD_TRUST_UID has {odd[0]!r}, which is no uid", hint="set it to uids with spaces between"
+        )
+    return Client(trusted=[int(each) for each in trusted])
+
+
+def _nearest(name: str) -> str:
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, Options.__annotations__, 1)
+    return f". Did you mean {found[0]!r}?" if found else ""
+
+
+def _refuse_initialised() -> None:
+    """Refuse to change the environment of a process that has read it already. Raises CudaInitializedError."""
+    from mpsd.client import cuda  # it imports ctypes
+
+    if cuda.is_initialised():
+        raise CudaInitializedError(
+            "CUDA is initialised in this process already, which fixed its limits: a lease would not change them",
+            hint="take the lease before the first use of CUDA; or start the work as a process of its own, by"
+            " mpsd.spawn() or mpsctl run",
+        )

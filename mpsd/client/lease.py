@@ -206,8 +206,10 @@ class Lease:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close it; an exception of the block is raised whatever mpsd answers."""
-        with contextlib.suppress(MpsdError) if error is not None else contextlib.nullcontext():
+        if error is None:
             self.close()
+        else:
+            self._close_quietly()
 
     def open(self, *, sets_environment: bool = True) -> Self:
         """Take the lease, and set the variables of its first GPU in os.environ.
@@ -247,22 +249,24 @@ class Lease:
             )
             return
         self._opened_by = os.getpid()
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._close_quietly)
             self._accept(answer)
             self.holder = cast("int | None", self._request.get("pid")) or os.getpid()
             if sets_environment:
                 _refuse_initialised()  # it may have waited for long
                 own_environment.put(self, self.environment)
             self._watch(answer)
-        except BaseException:
-            with contextlib.suppress(MpsdError):
-                self.close()
-            raise
+            failed.pop_all()
 
     def _accept(self, answer: "answer_types.Lease") -> None:
         self.answer = answer
         self.holder = answer["owner"]["pid"] or None
         self.environments = tuple(environment(self._client, answer, share) for share in range(len(answer["gpus"])))
+
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(MpsdError):
+            self.close()
 
     def close(self) -> None:
         """Restore the environment as it was before, and release the lease; nothing where that was done.

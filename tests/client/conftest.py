@@ -1,4 +1,4 @@
-"""The node that the client's example calls."""
+"""The nodes that the client's tests call."""
 
 from tests.cli.conftest import node, shared_node
 from tests.daemon.conftest import make_node

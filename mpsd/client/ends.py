@@ -1,9 +1,10 @@
 """The end of what a lease's processes do on the GPU, before any signal ends them."""
 
+import contextlib
 import time
 from typing import Final
 
-from mpsd.client.client import Client
+from mpsd.client.lease import Lease
 from mpsd.core.errors import MpsdError
 
 _DEADLINE: Final = 10.0
@@ -13,17 +14,15 @@ _LOOK: Final = 0.02
 """Seconds before the second look whether they have ended; each further pause is twice as long."""
 
 
-def end_clients(client: Client, lease: str) -> None:
+def end_clients(lease: Lease) -> None:
     """Have mpsd end the clients of a lease, and then the lease, and return when that is done, or it takes too long.
 
     A client that a signal ends in the middle of its work may end that of its neighbours: mpsd has the MPS server end
     it first.
     """
     end, pause = time.monotonic() + _DEADLINE, _LOOK
-    try:
-        client.end(lease)
-        while client.lease(lease)["state"] != "ended" and time.monotonic() < end:
+    with contextlib.suppress(MpsdError), lease.client.another(deadline=_DEADLINE) as client:  # or mpsd is away
+        client.end(lease.id)
+        while client.lease(lease.id)["state"] != "ended" and time.monotonic() < end:
             time.sleep(pause)
             pause *= 2
-    except MpsdError:
-        return  # it has ended, or mpsd is away

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from math import inf
@@ -143,6 +143,11 @@ class Lease:
     # -- what it is ---------------------------------------------------------------------------------------------------
 
     @property
+    def client(self) -> Client:
+        """The client for the mpsd whose lease it is."""
+        return self._client
+
+    @property
     def id(self) -> str:
         """Its id; empty before it is open, and without mpsd."""
         return "" if self.answer is None else self.answer["id"]
@@ -233,8 +238,7 @@ class Lease:
             request = {**request, "connections": connections}
         contact = _Contact()
         try:
-            with self._calling() as client:
-                answer = take(client, request, wait=self._wait, progress=contact)
+            answer = self._take(request, contact)
         except UnreachableError as error:
             if error.socket is None or contact.is_made:
                 raise
@@ -258,6 +262,11 @@ class Lease:
                 own_environment.put(self, self.environment)
             self._watch(answer)
             failed.pop_all()
+
+    def _take(self, request: Mapping[str, object], progress: Progress) -> "answer_types.Lease":
+        """Return the granted lease. One that another process takes for itself replaces this."""
+        with self._calling() as client:
+            return take(client, request, wait=self._wait, progress=progress)
 
     def _accept(self, answer: "answer_types.Lease") -> None:
         self.answer = answer

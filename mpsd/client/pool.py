@@ -5,6 +5,7 @@ import functools
 import importlib
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,22 +22,32 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_ANSWER: Final = 5.0
+"""Seconds for each answer of mpsd about a worker that is gone."""
+
+_REAPED: Final = 5.0
+"""Seconds for the executor to end and reap the workers beside one that is gone."""
+
+_LOOK: Final = 0.01
+"""Seconds between two looks whether they are."""
+
+
 class _Result(Future[T]):
     """A future of a pool, whose error about a worker that is gone says what mpsd knows of it."""
 
-    pool: "Pool"
+    knowledge: "_Knowledge"
 
     def result(self, timeout: float | None = None) -> T:
         try:
             return super().result(timeout)
         except BrokenProcessPool as error:
-            self.pool.explain(error)
+            self.knowledge.explain(error)
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
         if isinstance(error, BrokenProcessPool):
-            self.pool.explain(error)
+            self.knowledge.explain(error)
         return error
 
 
@@ -72,11 +83,11 @@ class Pool(ProcessPoolExecutor):
         workers = Workers()
         super().__init__(max_workers, workers, initializer, initargs, max_tasks_per_child=max_tasks_per_child)
         self._workers = workers.all
-        self._why = ""
         request["processes"] = -(-max_workers // (request.get("gpus") or 1))
         self.lease = Lease(**request).open(sets_environment=False)
         """The lease of the workers."""
         workers.environments = self.lease.environments or workers.environments
+        self._knowledge = _Knowledge(self.lease, self._workers)
         self._release = weakref.finalize(self, _release_in_background, self.lease, self._workers)
         self._release.atexit = False  # the lease ends with this process
 
@@ -85,10 +96,10 @@ class Pool(ProcessPoolExecutor):
         try:
             future = super().submit(function, *args, **kwargs)
         except BrokenProcessPool as error:
-            self.explain(error)
+            self._knowledge.explain(error)
             raise
         future.__class__ = _Result  # the executor makes it itself, and its threads set it
-        cast("_Result[T]", future).pool = self
+        cast("_Result[T]", future).knowledge = self._knowledge
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
@@ -102,19 +113,12 @@ class Pool(ProcessPoolExecutor):
     def end(self) -> None:
         """End the workers and the lease at once: mpsd ends their work on the GPU, which spares their neighbours."""
         super().shutdown(wait=False, cancel_futures=True)
-        end_clients(self.lease.client, self.lease.id)
+        if self.lease.id:
+            end_clients(self.lease)
         for each in self._workers:
             with contextlib.suppress(ValueError):  # it was closed
                 each.kill()
         self.shutdown(wait=True, cancel_futures=True)
-
-    def explain(self, error: BrokenProcessPool) -> None:
-        """Add to an error what mpsd knows about the workers that are gone."""
-        if not self._why:
-            self._why = _why(self.lease, self._workers)
-        text = str(error)
-        if self._why not in text:
-            error.args = (f"{text} {self._why}",)
 
 
 def _release_in_background(lease: Lease, workers: Sequence[Worker]) -> None:
@@ -129,15 +133,34 @@ def _release(lease: Lease, workers: Sequence[Worker]) -> None:
     lease.close()
 
 
+class _Knowledge:
+    """What mpsd and the kernel know about the workers of a lease that are gone."""
+
+    def __init__(self, lease: Lease, workers: Sequence[Worker]) -> None:
+        self._lease = lease
+        self._workers = workers
+        self._why = ""
+
+    def explain(self, error: BrokenProcessPool) -> None:
+        """Add it to an error, once."""
+        self._why = self._why or _why(self._lease, self._workers)
+        if self._why not in str(error):
+            error.args = (f"{error} {self._why}",)
+
+
 def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     """Say how the first workers ended, and what mpsd knows about that."""
-    of_executor = {None, 0, -signal.SIGTERM}  # it ends the others so
-    said = [f"process {each.pid} {_ended(each.exitcode)}" for each in workers if each.exitcode not in of_executor]
+    end = time.monotonic() + _REAPED
+    while any(each.exitcode is None for each in workers) and time.monotonic() < end:
+        time.sleep(_LOOK)  # the executor ends the others by SIGTERM, and waits for all
+    gone = [each for each in workers if each.exitcode]
+    gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
+    said = ", ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
     try:
         facts = [*dict.fromkeys(_facts(lease, {each.pid for each in workers}))]
     except MpsdError as error:
-        facts = [f"it does not answer: {error.detail}"]
-    return f"{', '.join(said)}; mpsd: {'; '.join(facts)}" if said else f"mpsd: {'; '.join(facts)}"
+        facts = [f"no answer: {error.detail}"]
+    return f"{said}; mpsd: {'; '.join(facts)}"
 
 
 def _ended(status: int | None) -> str:
@@ -155,11 +178,12 @@ def _facts(lease: Lease, pids: Collection[int | None]) -> Iterator[str]:
     if lease.answer is None:
         yield "there is none on this machine"
         return
-    for _, event in lease.client.events(0, follow=False):
-        about: dict[str, object] = {**event}
-        if event["event"] in _TELLING and (about.get("lease") == lease.id or about.get("pid") in pids):
-            yield f"{about.get('because')}"
-    answer = lease.client.lease(lease.id)
+    with lease.client.another(deadline=_ANSWER) as client:
+        for _, event in client.events(0, follow=False):
+            about: dict[str, object] = {**event}
+            if event["event"] in _TELLING and (about.get("lease") == lease.id or about.get("pid") in pids):
+                yield f"{about.get('because')}"
+        answer = client.lease(lease.id)
     yield from (each["because"] for each in answer["violations"])
     yield f"{lease.id} is {answer['state']}: {answer['because']}"
 

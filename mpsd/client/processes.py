@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, Unpack, cast
 from mpsd.client import become
 from mpsd.client.connection import error_of
 from mpsd.client.ends import end_clients
+from mpsd.client.environment import own_connections
 from mpsd.client.lease import Lease, Options
 from mpsd.client.pool import Pool, process
 from mpsd.client.starter import start
@@ -73,7 +74,7 @@ class Process(subprocess.Popen[bytes]):
         """
         if self.poll() is None:
             if self.lease.id:
-                end_clients(self.lease.client, self.lease.id)
+                end_clients(self.lease)
             self.terminate()
             try:
                 self.wait(within)
@@ -143,7 +144,7 @@ class _Program:
         self.cwd = cwd
         self.stdin, self.stdout, self.stderr = streams
         self.process: Process | None = None
-        self._environment = os.environ if env is None else env
+        self.environment: Mapping[str, str] = os.environ if env is None else env
         self._is_detached = is_detached
 
     def start(
@@ -155,7 +156,7 @@ class _Program:
         """
         order = become.Order(
             arguments=[become.encoded(each) for each in self.arguments],
-            environment={become.encoded(name): become.encoded(value) for name, value in self._environment.items()},
+            environment={become.encoded(name): become.encoded(value) for name, value in self.environment.items()},
             request=None if request is None else {**request},
             wait=wait,
             socket=os.path.abspath(lease.client.path),  # noqa: PTH100 - unchanged, including links
@@ -204,8 +205,11 @@ class _LeaseOfProgram(Lease):
         super().__init__(**options)
         self._program = program
 
-    def _take(self, request: Mapping[str, object], wait: float, progress: Progress) -> "answer_types.Lease":
-        answer = self._program.start(self, request, wait, progress)
+    def _take(self, request: Mapping[str, object], progress: Progress) -> "answer_types.Lease":
+        if "connections" not in self._request:  # then those that the program's own environment asks for
+            connections = own_connections(self._program.environment)
+            request = {**request, "connections": connections}
+        answer = self._program.start(self, request, self._wait, progress)
         assert answer is not None  # noqa: S101 - it was requested
         return answer
 

@@ -104,7 +104,7 @@ def test_an_end_in_the_background(node: Node, short_tmp: Path, end: str) -> None
     """The lease of a pool that nobody waits for ends after its last worker."""
     text = f"""
         pool = mpsd.Pool(1, fraction=0.5)
-        future = pool.submit(sys.stdin.fileno)
+        future = pool.submit(abs, 1)
         future.result()
         {end}
         del future

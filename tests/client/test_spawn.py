@@ -12,7 +12,9 @@ from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
 
-SHOWS_ITSELF = """["sh", "-c", "echo $$ $MPSD_LEASE; tr '\\\\0' '\\\\n' </proc/$$/environ; cat /proc/$$/status; kill $$"]"""
+SHOWS_ITSELF = (
+    """["sh", "-c", "echo $$ $MPSD_LEASE; tr '\\\\0' '\\\\n' </proc/$$/environ; cat /proc/$$/status; kill $$"]"""
+)
 
 
 def test_a_program_holds_its_lease(node: Node, short_tmp: Path) -> None:
@@ -135,7 +137,9 @@ def test_a_wait_is_interrupted(node: Node, short_tmp: Path) -> None:
 def test_a_grant_after_a_wait(node: Node, short_tmp: Path) -> None:
     """A program starts as soon as its request fits."""
     held = [node.lease(fraction=1, threads=None, memory=None, gpu=f"{gpu}") for gpu in range(2)]
-    with Script(short_tmp, node, 'tell(mpsd.spawn(["true"], fraction=0.25, wait="10m", name="waits").wait())') as script:
+    with Script(
+        short_tmp, node, 'tell(mpsd.spawn(["true"], fraction=0.25, wait="10m", name="waits").wait())'
+    ) as script:
         wait_until(lambda: any(each["name"] == "waits" for each in node.leases()), what="the request to wait")
         node.request("DELETE", f"/v1/leases/{held[0]['id']}")
         assert script.hear() == [0]

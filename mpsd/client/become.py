@@ -15,12 +15,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
-
-if TYPE_CHECKING:
-    from mpsd.client import answer_types
-    from mpsd.client.client import Client
+from collections.abc import Mapping
+from typing import Final, NoReturn, TypedDict
 
 _LOOK: Final = 1.0
 """Seconds between two looks for the caller, while the request waits."""
@@ -141,10 +137,13 @@ def _become(order: Order, caller: _Caller) -> None:
             _execute(order, order["environment"])
         with Client(order["socket"], trusted=order["trusted"]) as api:
             lease = take(api, order["request"], wait=order["wait"], progress=progress)
-            with _released_on_failure(api, lease):
+            try:
                 own = {name: encoded(value) for name, value in environment(api, lease, share=0).items()}
                 caller.tell(lease=lease)
                 _execute(order, with_variables(order["environment"], own))
+            finally:  # it is not the program, and the lease ends with this process in any case
+                with contextlib.suppress(MpsdError):
+                    api.release(lease["id"])
     except MpsdError as error:
         members = ("code", "detail", "hint", "limit", "status", "retryable", "is_answer")
         found = {each: getattr(error, each) for each in members}
@@ -152,18 +151,6 @@ def _become(order: Order, caller: _Caller) -> None:
         caller.tell(error=found | more)
     except OSError as error:
         caller.tell(errno=error.errno)
-
-
-@contextlib.contextmanager
-def _released_on_failure(api: "Client", lease: "answer_types.Lease") -> Iterator[None]:
-    from mpsd.core.errors import MpsdError
-
-    try:
-        yield
-    except Exception:
-        with contextlib.suppress(MpsdError):  # it ends with this process
-            api.release(lease["id"])
-        raise
 
 
 def run() -> None:

@@ -126,7 +126,9 @@ def _release_in_background(lease: Lease, workers: Sequence[Worker]) -> None:
 
 
 def _release(lease: Lease, workers: Sequence[Worker]) -> None:
-    """Release the lease of workers once they have ended."""
+    """Release the lease of workers once they have ended; a forked child has neither."""
+    if not lease.is_held_here:
+        return
     for each in workers:
         with contextlib.suppress(ValueError):  # it was never started
             wait([each.sentinel])
@@ -221,10 +223,9 @@ def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P
                 future = pool.submit(_call, place, args, kwargs)
                 try:
                     return cast("T", future.result())
-                except BaseException:
-                    if not future.done():
+                finally:
+                    if not future.done():  # the wait was interrupted
                         pool.end()
-                    raise
 
         return call
 

@@ -56,15 +56,22 @@ class Process(subprocess.Popen[bytes]):
             stderr=program.stderr,
         )
         self.args = [*program.arguments]
+        self._caller = os.getpid()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the program, where it has not ended, and close its streams."""
+        """End the program, where it has not ended, and close its streams; a forked child only closes its own."""
         try:
-            self.end()
+            if self.is_started_here:
+                self.end()
         finally:
             super().__exit__(kind, error, traceback)
+
+    @property
+    def is_started_here(self) -> bool:
+        """Whether this very process started the program, and not the one that it was forked from."""
+        return self._caller == os.getpid()
 
     def end(self, within: float = _TERMINATION) -> int:
         """End the program and its lease, and return its exit status.
@@ -111,20 +118,19 @@ def spawn(
     """
     program = _Program(arguments, env, cwd, stdin, stdout, stderr, is_detached=detached)
     lease = _LeaseOfProgram(program, request)
-    try:
+    with contextlib.ExitStack() as failed:
+        failed.callback(program.abandon)
         lease.open(sets_environment=False)
-        if program.process is None:  # there is no mpsd, and the program wants the whole GPU
+        if lease.is_whole_gpu:
             program.start(lease, None)
-    except BaseException:
-        if program.process is not None:
-            _abandon(program.process)
-        raise
-    assert program.process is not None  # noqa: S101 - it was started, or an error was raised
-    program.process.lease = lease
-    lease.holder = program.process.pid if lease.id else None
-    if not detached:
-        _with_this_one.add(program.process)
-    return program.process
+        assert program.process is not None  # noqa: S101 - it was started, or an error was raised
+        process = program.process
+        process.lease = lease
+        lease.holder = process.pid if lease.id else None
+        if not detached:
+            _with_this_one.add(process)
+        failed.pop_all()
+        return process
 
 
 class _Program:
@@ -166,19 +172,21 @@ class _Program:
         own, its = socket.socketpair()
         with own:
             with its:
-                process = start(lambda: Process(self, its.fileno()), _abandon)
-            try:
+                self.process = start(lambda: Process(self, its.fileno()), _abandon)
+            with contextlib.ExitStack() as failed:
+                failed.callback(self.abandon)
                 answer = self._ordered(own, order, progress)
-            except BaseException:
-                _abandon(process)
-                raise
-        if answer is None:
-            status = process.wait()
-            raise ChildProcessError(
-                f"the process that was to become {os.fsdecode(self.arguments[0])} ended before, with status {status}"
-            )
-        self.process = process
+                if answer is None:
+                    status, name = self.process.wait(), os.fsdecode(self.arguments[0])
+                    raise ChildProcessError(f"the process that was to become {name} ended before, with status {status}")
+                failed.pop_all()
         return answer
+
+    def abandon(self) -> None:
+        """Kill the process, where there is one, and forget it."""
+        process, self.process = self.process, None
+        if process is not None:
+            _abandon(process)
 
     def _ordered(
         self, its: socket.socket, order: become.Order, progress: Progress | None
@@ -234,7 +242,8 @@ _with_this_one: "weakref.WeakSet[Process]" = weakref.WeakSet()
 @atexit.register
 def _end_programs() -> None:
     for each in [*_with_this_one]:
-        each.end()
+        if each.is_started_here:
+            each.end()
 
 
 def _abandon(process: Process) -> None:

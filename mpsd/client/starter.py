@@ -4,6 +4,7 @@ The kernel ends such a process when the *thread* that started it ends (PR_SET_PD
 call from a thread that is over soon. The starter's thread lives exactly as long as the process.
 """
 
+import contextlib
 import os
 import queue
 import threading
@@ -50,11 +51,11 @@ def start(call: Callable[[], T], undo: Callable[[T], None]) -> T:
             undo(started.result())
 
     _starter().calls.put(make)
-    try:
-        return done.result()
-    except BaseException:
-        done.add_done_callback(take_back)
-        raise
+    with contextlib.ExitStack() as interrupted:
+        interrupted.callback(done.add_done_callback, take_back)
+        result = done.result()
+        interrupted.pop_all()
+        return result
 
 
 def _starter() -> _Starter:

@@ -88,9 +88,9 @@ def test_refusals(node: Node, short_tmp: Path) -> None:
         short_tmp,
         node,
         """
-        for options in ({"fraction": 2}, {"fraction": 0.5, "processes": 3}, {"fraction": 0.5, "max_tasks_per_child": 0}):
+        for options in ({"fraction": 2}, {"processes": 3}, {"max_tasks_per_child": 0}):
             try:
-                mpsd.Pool(2, **options)
+                mpsd.Pool(2, **{"fraction": 0.5, **options})
             except Exception as error:
                 tell(type(error).__name__)
         """,
@@ -165,7 +165,8 @@ def test_an_interactive_session(node: Node, short_tmp: Path) -> None:
     lines = (
         "import mpsd",
         "pool = mpsd.Pool(1, fraction=0.25)",
-        "print(pool.submit(abs, -7).result(), pool.submit(__import__('os').getenv, 'MPSD_LEASE').result() == pool.lease.id)",
+        "import os",
+        "print(pool.submit(abs, -7).result(), pool.submit(os.getenv, 'MPSD_LEASE').result() == pool.lease.id)",
         "pool.shutdown()",
     )
     done = subprocess.run(

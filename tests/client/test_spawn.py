@@ -12,9 +12,7 @@ from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
 
-SHOWS_ITSELF = (
-    """["sh", "-c", "echo $$ $MPSD_LEASE; tr '\\\\0' '\\\\n' </proc/$$/environ; cat /proc/$$/status; kill $$"]"""
-)
+SHOWS_ITSELF = "echo $$ $MPSD_LEASE; tr '\\\\0' '\\\\n' </proc/$$/environ; cat /proc/$$/status; kill $$"
 
 
 def test_a_program_holds_its_lease(node: Node, short_tmp: Path) -> None:
@@ -23,8 +21,8 @@ def test_a_program_holds_its_lease(node: Node, short_tmp: Path) -> None:
         short_tmp,
         node,
         f"""
-        program = mpsd.spawn({SHOWS_ITSELF}, env={{"PATH": os.environ["PATH"], "A": "\\udcff", "CUDA_MPS_CLIENT_PRIORITY": "1"}},
-                             stdout=-1, fraction="25%", name="shown")
+        own = {{"PATH": os.environ["PATH"], "A": "\\udcff", "CUDA_MPS_CLIENT_PRIORITY": "1"}}
+        program = mpsd.spawn(["sh", "-c", "{SHOWS_ITSELF}"], env=own, stdout=-1, fraction="25%", name="shown")
         output, _ = program.communicate()
         lease = program.lease
         tell(program.pid, output.decode(errors="surrogateescape"), program.returncode, program.args[0], lease.id,

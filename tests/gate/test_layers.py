@@ -131,8 +131,17 @@ SLOW_TO_IMPORT: Final = frozenset(
 )
 """The modules that `mpsctl` starts without: each of these costs a caller more than the whole of click."""
 
-LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web")
-"""The modules that one command of mpsctl alone imports, when it runs: they may be slow to import."""
+LATE: Final = (
+    "mpsd.cli.doctor_run",
+    "mpsd.cli.web",
+    "mpsd.client.ends",
+    "mpsd.client.pool",
+    "mpsd.client.processes",
+    "mpsd.client.starter",
+    "mpsd.client.worker",
+)
+"""The modules that one command of mpsctl alone imports, when it runs, and those that programs import with the names of
+`mpsd` that they use: they may be slow to import."""
 
 
 def wrong(is_wrong: Callable[[Module, Import], bool], folder: str = "mpsd") -> list[str]:

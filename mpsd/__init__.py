@@ -1,9 +1,49 @@
-"""mpsd: the supervisor that makes NVIDIA MPS dependable on one GPU node."""
+"""mpsd: the supervisor that makes NVIDIA MPS dependable on one GPU node.
+
+Programs on the node use the names in `__all__`. Each is imported at its first use, so that `import mpsd` costs a
+program nothing, and asyncio is there for those alone that name AsyncClient.
+"""
 
 import os
 import sys
 
+TYPE_CHECKING = False  # typing has it too, and takes longer to import than all of this
+if TYPE_CHECKING:
+    from mpsd.client.client import Client
+    from mpsd.core import errors
+    from mpsd.core.errors import MpsdError
+
 __version__ = "0.1.0"
+
+__all__ = ["AsyncClient", "Client", "Lease", "MpsdError", "Pool", "Process"]
+__all__ += ["current", "errors", "lease", "process", "spawn"]
+
+_PLACES = {
+    **dict.fromkeys(("lease", "Lease", "current"), "mpsd.client.lease"),
+    **dict.fromkeys(("spawn", "Process", "Pool", "process"), "mpsd.client.processes"),
+    "AsyncClient": "mpsd.client.async_client",
+    "Client": "mpsd.client.client",
+    "MpsdError": "mpsd.core.errors",
+    "errors": "mpsd.core.errors",
+}
+"""The module of each public name."""
+
+if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a name that is misspelled
+
+    def __getattr__(name: str) -> object:
+        """Import a public name at its first use."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module  # noqa: PLC0415 - the front-end takes longer with it
+
+        module = import_module(_PLACES[name])
+        found = globals()[name] = module if name == "errors" else getattr(module, name)
+        return found
+
+
+def __dir__() -> list[str]:
+    """Name what a program may use, before its first use too."""
+    return sorted({*globals(), *__all__})
 
 
 def find_own_libraries_first(python_path: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import browser, cluster, real, systemd
+from tests import browser, cluster, launchers, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
     return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-HEAVY: Final = ("thorough", "browser", "machine", "container", "cluster", "clients", "chaos", "measuring")
+HEAVY: Final = ("thorough", "browser", "machine", "container", "cluster", "clients", "launchers", "chaos", "measuring")
 """Marks of the tests that take minutes together, boot or build something, try random steps, or measure.
 
 A run that names neither a path nor a mark leaves them out. `.ci/run` runs each of them.
@@ -216,6 +216,7 @@ def pytest_collection_finish() -> None:
 _MISSING: Final[dict[str, Callable[..., str | None]]] = {
     "real_daemon": real.missing,
     "browser": browser.missing,
+    "launchers": launchers.missing,
     "machine": systemd.missing,
     "cluster": cluster.missing,
 }
@@ -257,6 +258,7 @@ _LOUDLY = {
     "browser": "NOT TESTED IN A REAL BROWSER",
     "cluster": "NOT TESTED ON A REAL CLUSTER",
     "gpu": "NOT TESTED ON A REAL GPU",
+    "launchers": "NOT TESTED WITH REAL LAUNCHERS",
     "machine": "NOT TESTED ON A REAL SYSTEMD",
     "real_daemon": "NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON",
 }

@@ -216,6 +216,16 @@ class Node:
     def reloads(self) -> list[dict[str, Any]]:
         return [line for line in self.log() if line["event"] in {"settings_reloaded", "settings_refused"}]
 
+    def end_servers(self) -> None:
+        """End the servers of clients that have ended, whether mpsd has seen them or not."""
+        for found in below(self.root):
+            if found.command.endswith(" server"):
+                kill(found)
+        wait_until(
+            lambda: not any(daemon["servers"] for daemon in self.daemons().values()),
+            what="mpsd to see that no server is left",
+        )
+
     def clean_up(self) -> None:
         """End mpsd and every process that was started under this root, by pid."""
         if self.process is not None:

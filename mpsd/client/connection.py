@@ -59,7 +59,8 @@ class Connection:
         self.path = path or os.environ.get("MPSD_SOCKET") or SOCKET
         """The path of mpsd's socket."""
         self.trusted = frozenset(trusted)
-        self._deadline = deadline
+        self.deadline = deadline
+        """Seconds for one request, unless it names another deadline."""
         self._connection: _Socket | None = None
 
     def __enter__(self) -> Self:
@@ -76,14 +77,14 @@ class Connection:
 
     def at(self, path: str) -> Self:
         """Return a connection to another mpsd, by the path of its socket, with the same trusted users."""
-        return type(self)(path, deadline=self._deadline, trusted=self.trusted)
+        return type(self)(path, deadline=self.deadline, trusted=self.trusted)
 
     def connect(self) -> "_Socket":
         """Connect, unless a connection is open; mpsd may have closed it since. Raises the errors of a request."""
         if self._connection is not None and self._connection.is_over():
             self.close()
         if self._connection is None:
-            self._connection = _Socket(_connect(self.path, self._deadline, self.trusted))
+            self._connection = _Socket(_connect(self.path, self.deadline, self.trusted))
         return self._connection
 
     def close(self) -> None:
@@ -98,7 +99,7 @@ class Connection:
 
     def text(self, path: str) -> bytes:
         """Return the text of a GET whose answer is not JSON."""
-        with self._exchange("GET", path, b"", self._deadline) as (_, pieces):
+        with self._exchange("GET", path, b"", self.deadline) as (_, pieces):
             return b"".join(pieces)
 
     def post(
@@ -123,7 +124,7 @@ class Connection:
         The answer must begin within the deadline; after that, it may pause for at most `silence` seconds at a time.
         """
         rest = b""
-        with self._exchange("GET", path, b"", self._deadline) as (connection, pieces):
+        with self._exchange("GET", path, b"", self.deadline) as (connection, pieces):
             while True:
                 connection.begin(silence, meanwhile)
                 piece = next(pieces, None)
@@ -142,7 +143,7 @@ class Connection:
         deadline: float | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> object:
-        deadline = self._deadline if deadline is None else deadline
+        deadline = self.deadline if deadline is None else deadline
         with self._exchange(method, path, body, deadline, meanwhile) as (_, pieces):
             answer = b"".join(pieces)
             return json.loads(answer) if answer else None

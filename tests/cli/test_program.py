@@ -232,6 +232,7 @@ def test_it_starts_light(node: Node) -> None:
     assert own == {
         "mpsd",
         "mpsd.client",
+        "mpsd.client.client",
         "mpsd.client.connection",
         "mpsd.cli",
         *(f"mpsd.cli.{name}" for name in ("cells", "command", "commands", "commands.status")),

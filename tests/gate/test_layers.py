@@ -11,7 +11,7 @@ from typing import Final
 from tests.gate.source import ROOT, Import, Module, imports, modules
 
 MAY_IMPORT: Final = {
-    "__init__": "",
+    "__init__": "core client",  # the public names, each at its first use
     "core": "core",
     "system": "core system",
     "daemon": "core system client daemon",  # of client, the types of answers: see below

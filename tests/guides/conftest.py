@@ -19,7 +19,7 @@ from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
 from tests.fork_server import ForkServer
 from tests.guides.blocks import ROOT
-from tests.harness import below, kill, remove_tree, wait_until
+from tests.harness import remove_tree
 from tests.node import Node, running
 
 _PROGRAM: Final = f"""
@@ -95,18 +95,7 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
     for name in ("gpu0", "gpu1"):
         shared_node.request("POST", f"/v1/daemons/{name}/resume", {})
         shared_node.wait_for_state(name, "ready")
-    _end_servers(shared_node)
-
-
-def _end_servers(node: Node) -> None:
-    """End the servers of a block's clients, whether mpsd has seen them or not."""
-    for found in below(node.root):
-        if found.command.endswith(" server"):
-            kill(found)
-    wait_until(
-        lambda: not any(daemon["servers"] for daemon in node.daemons().values()),
-        what="mpsd to see that no server is left",
-    )
+    shared_node.end_servers()
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import click
 
 from mpsd.cli.command import ForEval, environment, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
-from mpsd.cli.leases.take import check_share, new_request_id, released_unless_printed, take
+from mpsd.cli.leases.take import check_share, released_unless_printed, take
 from mpsd.cli.options import (
     DURATION,
     FRACTION,
@@ -27,7 +27,7 @@ from mpsd.cli.options import (
 from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
-from mpsd.client import Client
+from mpsd.client import Client, waiting
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
@@ -271,7 +271,7 @@ def admit(
             f"-o {form} works for one GPU only: a process can use one GPU, and the environment names it",
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
-    request_id = new_request_id()
+    request_id = waiting.new_request_id("mpsctl")
     with released_unless_printed(api, request_id):
         lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
         with start.released_on_failure(api, lease):

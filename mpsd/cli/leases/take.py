@@ -1,50 +1,37 @@
-"""The request for a lease: the wait for it, and its release where its user never sees it.
-
-mpsd answers a waiting request when it is granted. When the caller is gone, mpsd keeps the place for a while, and the
-request's own id finds it again. After a broken connection, mpsctl therefore connects again and repeats the same
-request.
-"""
+"""The request for a lease: what the terminal shows of the wait, and the release where its user never sees it."""
 
 import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli.command import SignalledError, note
+from mpsd.cli.command import note
 from mpsd.cli.options import given
 from mpsd.cli.render import lack, numbers_of_gpus, plural, span
 from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.cli.users import name_of
-from mpsd.client import Client
+from mpsd.client import Client, waiting
 from mpsd.client.connection import DEADLINE
-from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+from mpsd.core.errors import MpsdError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
-
-_ASK_AGAIN: Final = 0.2
-"""Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
-
-_ASK_AT_LAST: Final = 1.0
-"""Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
-
-BRIDGED: Final = 10.0
-"""Seconds for which an mpsd that never answered is waited for: without socket activation, none listens while it is
-restarted."""
 
 _LONGEST_PAUSE: Final = 16.0
 """Maximum seconds between two queries of the queue. The longer the queue, the more each query costs mpsd."""
 
 _LOOK: Final = 2.0
-"""Seconds for one query, or for the cancellation: neither may delay the user."""
+"""Seconds for one query, which may not delay the user."""
 
 
-def new_request_id() -> str:
-    """Return an id for a request, by which it can be repeated, and its lease found."""
-    return f"mpsctl-{os.urandom(12).hex()}"
+_LEFT: Final = {
+    True: "the place in the queue is given up",
+    False: "no lease was taken out",
+    None: "mpsd does not answer now: it gives up the place when the caller is gone (admission.hang_up_grace)",
+}
+"""What became of the place of an interrupted wait, by whether there was one."""
 
 
 def check_share(options: Mapping[str, object]) -> None:
@@ -61,22 +48,18 @@ def take(api: Client, options: Mapping[str, object], *, wait: float) -> "answer_
 
     mpsd fills in the defaults of options that are None. A signal that ends mpsctl gives up the place, or a lease that
     was granted at that very moment. Raises InvalidRequestError for a request without a share, the errors of
-    `Client.admit`, and SignalledError. An mpsd that stops answering is waited for too, and one that never answered for
-    BRIDGED seconds at most.
+    `waiting.take`, and SignalledError.
     """
     check_share(options)
     request = given(**options)
     if not wait:
         return api.admit(request)
-    request_id = str(request.get("request_id") or new_request_id())
+    request_id = str(request.get("request_id") or waiting.new_request_id("mpsctl"))
     start = time.monotonic()
     queue = _Queue(api, request_id)
     with raised_signals():
         try:
-            lease = _repeat_until_answered(api, queue, {**request, "request_id": request_id}, start + wait)
-        except SignalledError:
-            queue.progress.say(f"interrupted; {queue.leave()}")
-            raise
+            lease = waiting.take(api, {**request, "request_id": request_id}, wait=wait, progress=queue)
         finally:
             queue.progress.erase()
     if queue.has_waited:
@@ -84,26 +67,7 @@ def take(api: Client, options: Mapping[str, object], *, wait: float) -> "answer_
     return lease
 
 
-def _repeat_until_answered(
-    api: Client, queue: "_Queue", request: Mapping[str, object], end: float
-) -> "answer_types.Lease":
-    pause, until, answered = _ASK_AGAIN, min(end, time.monotonic() + BRIDGED), False
-    while True:
-        left = max(end - time.monotonic(), 0.0)
-        request = {**request, "wait": None if left == inf else left}
-        try:
-            api.connect()
-            until, answered = end, True
-            return api.admit(request, deadline=left + DEADLINE, meanwhile=queue.look)
-        except (UnreachableError, StoppingError) as error:
-            if time.monotonic() >= until or not error.retryable:
-                raise
-            queue.lose(error, answered=answered)
-        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
-        pause = min(pause * 2, _ASK_AT_LAST)
-
-
-class _Queue:
+class _Queue(waiting.Progress):
     """A request's place in mpsd's queue, as far as a caller can see it."""
 
     def __init__(self, api: Client, request_id: str) -> None:
@@ -148,20 +112,12 @@ class _Queue:
         """Inform the user, once, that mpsd is gone, and of the error that interrupted the wait."""
         if not self._lost:
             self._lost = True
-            until = "until it is back, which keeps the place in the queue" if answered else f"for {BRIDGED:g} s"
+            until = "until it is back, which keeps the place in the queue" if answered else f"for {waiting.BRIDGED:g} s"
             self.progress.say(f"mpsd is gone ({error.detail}); retrying {until}")
 
-    def leave(self) -> str:
-        """Give up the place at once, which mpsd itself does only after a while; return the outcome."""
-        try:
-            with self._api.another(deadline=_LOOK) as api:
-                own = self._own(api.leases())
-                if own is not None:
-                    api.release(own["id"])
-                    return "the place in the queue is given up"
-        except (MpsdError, KeyError):
-            return "mpsd does not answer now: it gives up the place when the caller is gone (admission.hang_up_grace)"
-        return "no lease was taken out"
+    def leave(self, *, had_place: bool | None) -> None:
+        """Inform the user of what became of the place."""
+        self.progress.say(f"interrupted; {_LEFT[had_place]}")
 
     def _own(self, answer: "answer_types.Leases") -> "answer_types.Lease | None":
         """Return the present lease of the request; None where there is none."""
@@ -232,8 +188,6 @@ def _release_unless_printed(api: Client, request_id: str, reader: int) -> None:
         return
     for pause in _GUARD_PAUSES:
         time.sleep(pause)
-        with contextlib.suppress(MpsdError, KeyError):
-            for lease in api.leases()["leases"]:
-                if lease["request_id"] == request_id:
-                    api.release(lease["id"])
+        with contextlib.suppress(MpsdError):
+            waiting.give_up(api, request_id, deadline=DEADLINE)
             return  # a request that mpsd reads later has no caller, and gets no lease

@@ -18,7 +18,7 @@ DOCUMENTS: Final = (
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    ROOT / "tests/README.md",
+    *sorted((ROOT / "tests").glob("*.md")),
 )
 
 _NAMED: Final = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)*)`")
@@ -149,11 +149,12 @@ def test_every_attack_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "end", "least"), [("found", "## Not mended yet", 150), ("reliability", "## Long runs", 30)]
+    ("page", "end", "least"),
+    [("tests/found.md", "## Not mended yet", 150), ("docs/internals/reliability.md", "## Long runs", 30)],
 )
 def test_every_line_is_shown(page: str, end: str, least: int) -> None:
     """Each defect that was found, and each failure that mpsd survives, is a line that ends with its test."""
-    text = (ROOT / f"docs/internals/{page}.md").read_text(encoding="utf-8").partition(f"\n{end}")[0]
+    text = (ROOT / page).read_text(encoding="utf-8").partition(f"\n{end}")[0]
     lines = [line for line in text.splitlines() if line.startswith("- ")]
     assert len(lines) > least
     last = [re.search(f"{_NAMED.pattern}$", line) for line in lines]

@@ -12,7 +12,11 @@ import pytest
 from mpsd.core.health import Kind
 from tests.gate.source import ROOT
 
-DOCUMENTS: Final = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "tests/README.md")
+DOCUMENTS: Final = (
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "tests").glob("*.md")),
+)
 
 OPERATOR: Final = ROOT / "docs/guide/operator.md"
 

@@ -102,7 +102,7 @@ def _errors() -> Iterator[tuple[str, str, Check]]:
     yield from ((error.code, " ".join((error.__doc__ or "").split()), _phrase) for error in catalogue())
 
 
-DOCUMENTS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "docs/**/*.md")
+DOCUMENTS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/*.md", "docs/**/*.md")
 """Documents whose text is checked, by their paths from the root of the tree."""
 
 _LITERAL: Final = re.compile(r"(?s)<!--.*?-->|<[^>]+>|```.*?```|`[^`]*`")

@@ -312,9 +312,8 @@ class LeaseHandlers:
 
     async def gate(self, request: RequestOf[bodies.GateRequest]) -> answer_types.Gate:
         """Answer when this many processes of a lease wait here and each is verified, or refuse all of them at once."""
-        # 1. The caller is a process of the lease, by the kernel's word; one that belongs to it by its token alone is
-        #    known once a server lists it.
-        # 2. A lease has a number of processes, and more never come.
+        # The kernel says which process calls. One that belongs to the lease by its token alone is known to do so once a
+        # server lists it.
         lease, caller, wanted = self._node.leases.find(request.names["id"]), naming.connected(request), request.content
         if lease.state in {LeaseState.WAITING, LeaseState.ENDED} and is_own(request, lease):
             because = f"lease {lease.id} has no processes that could wait for each other: it {_now_is(lease)}"
@@ -326,13 +325,6 @@ class LeaseHandlers:
             raise NotPermittedError(
                 f"process {caller.pid} is no process of lease {lease.id}",
                 hint="wait at its gate in the processes that its holder starts; each opens a connection of its own",
-            )
-        most = lease.request.processes
-        if most is not None and wanted.processes > most * len(lease.shares):
-            raise InvalidRequestError(
-                f"lease {lease.id} is for {most * len(lease.shares)} processes, and {wanted.processes} cannot come",
-                hint="take out a lease for as many processes: processes (--processes N)",
-                limit="processes",
             )
         pids = await self._node.gates.wait(lease, caller, wanted.processes, wanted.within)
         return answer_types.Gate(lease=lease.id, processes=pids)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
+from mpsd.core import holders
 from mpsd.core.enforcement import gate
 from mpsd.core.enforcement.gate import Outcome
 from mpsd.core.enforcement.verification import Verification
@@ -36,9 +37,10 @@ class _Gate:
     def let_in(self, process: ProcessIdentity, wanted: int, within: float) -> None:
         """Count a process that waits; it counts once. Raises InvalidRequestError."""
         if wanted != self.wanted:
+            there = holders.processes_said(sorted(each.pid for each in self.waiting))
             raise InvalidRequestError(
-                f"process {process.pid} waits for {wanted} processes at the gate of lease {self.lease.id}, and those"
-                f" that wait there already wait for {self.wanted}",
+                f"process {process.pid} waits for {wanted} processes at the gate of lease {self.lease.id}, where"
+                f" {there} came for {self.wanted}",
                 hint="pass the same number in every process",
                 limit="processes",
             )
@@ -75,7 +77,7 @@ class Gates:
         if self._stopping:
             raise stopping()
         found = self._gates.get(lease.id)
-        here = _Gate(lease, wanted) if found is None else found
+        here = _Gate(lease, _possible(lease, wanted)) if found is None else found
         here.let_in(process.identity, wanted, within)
         self._gates[lease.id] = here
         process.when_gone(partial(self._settle, here, gate.left(lease.id, process.pid, "ended")))
@@ -136,3 +138,15 @@ class Gates:
         if not here.outcome.done():
             here.outcome.set_result(outcome)
             del self._gates[here.lease.id]
+
+
+def _possible(lease: Lease, wanted: int) -> int:
+    """Return a number of processes that a lease can have. Raises InvalidRequestError for more."""
+    most = lease.request.processes
+    if most is not None and wanted > most * len(lease.shares):
+        raise InvalidRequestError(
+            f"lease {lease.id} is for {most * len(lease.shares)} processes, and {wanted} cannot come to its gate",
+            hint="take out a lease for as many processes: processes (--processes N)",
+            limit="processes",
+        )
+    return wanted

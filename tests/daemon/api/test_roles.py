@@ -109,6 +109,8 @@ def body_of(method: str, path: str) -> object:
     """Return a body that this route would accept."""
     if (method, path) == ("POST", "/v1/leases"):
         return {"threads": 1, "memory": "1MiB"}
+    if path.endswith("/gate"):
+        return {"processes": 1, "within": 0.1}
     return {"ttl": 60} if path.endswith("/renew") else None
 
 

@@ -76,6 +76,24 @@ def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | Non
     return found
 
 
+def _framework(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
+    """Refuse the name of an unknown framework before a lease is taken."""
+    if name is not None:
+        from mpsd.core import frameworks  # no other command needs it
+
+        try:
+            frameworks.named(name)
+        except InvalidRequestError as error:
+            raise click.BadParameter(f"{error.detail}: {error.hint}") from None
+    return name
+
+
+def _frameworks(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    from mpsd.core import frameworks
+
+    return [each for each in frameworks.NAMES if each.startswith(incomplete.lower())]
+
+
 def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     """Accept a valid path of a control group; mpsd checks whether the group exists."""
     if path is not None and (not path.startswith("/") or path == "/" or not path.isprintable()):
@@ -303,9 +321,20 @@ def _with_own_connections(request: dict[str, object]) -> dict[str, object]:
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @with_request
+@_option(
+    "--for",
+    "framework",
+    metavar="FRAMEWORK",
+    callback=_framework,
+    shell_complete=_frameworks,
+    help="Framework that COMMAND runs (vllm, sglang, jax, pytorch, tensorflow, triton): mpsctl sets the variable by"
+    " which it keeps to the lease, unless you have, and names the option that it needs.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
-def run(api: Client, command: tuple[str, ...], wait: float, owner: User | None, **request: object) -> None:
+def run(
+    api: Client, command: tuple[str, ...], wait: float, owner: User | None, framework: str | None, **request: object
+) -> None:
     """Take out a lease and run COMMAND with its environment.
 
     \b
@@ -343,7 +372,19 @@ def run(api: Client, command: tuple[str, ...], wait: float, owner: User | None, 
             )
         if os.geteuid() == 0 and owner is None and (warning := start.warning_of_another_user(command)):
             note(warning)
-        start.become(api, lease, command, owner=owner)
+        more = _told(api, lease, framework, command) if framework is not None else None
+        start.become(api, lease, command, owner=owner, more=more)
+
+
+def _told(api: Client, lease: "answer_types.Lease", framework: str, command: Sequence[str]) -> dict[str, str]:
+    """Return the variables to set for a framework, and tell its user what remains to be done."""
+    from mpsd.client import advice
+    from mpsd.core import frameworks
+
+    found = frameworks.applied(framework, *advice.sizes(api, lease), command, caller.environment())
+    if found.note:
+        note(found.note)
+    return found.variables
 
 
 @click.command()

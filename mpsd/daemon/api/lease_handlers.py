@@ -314,12 +314,12 @@ class LeaseHandlers:
         """Answer when this many processes of a lease wait here and each is verified, or refuse all of them at once."""
         # The kernel says which process calls. One that belongs to the lease by its token alone is known to do so once a
         # server lists it.
-        lease, caller, wanted = self._node.leases.find(request.names["id"]), naming.connected(request), request.content
-        if lease.state in {LeaseState.WAITING, LeaseState.ENDED} and is_own(request, lease):
+        lease, caller, wanted = self._theirs(request), naming.connected(request), request.content
+        if lease.state in {LeaseState.WAITING, LeaseState.ENDED}:
             because = f"lease {lease.id} has no processes that could wait for each other: it {_now_is(lease)}"
             raise GateFailedError(because, hint="wait at the gate of a lease that is granted: mpsctl leases")
         clients = self._node.leases.clients
-        if not clients.is_process_of(lease, caller.identity) and lease.owner.uid == request.uid:
+        if not clients.is_process_of(lease, caller.identity):
             await self._see_clients(lease)
         if not clients.is_process_of(lease, caller.identity) or caller.is_gone():
             raise NotPermittedError(

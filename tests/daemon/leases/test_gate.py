@@ -133,7 +133,9 @@ def test_outside(node: Node, lease: Any, clients: list[GatedClient]) -> None:
         one.wait(lease["id"], 3)
         at_the_gate(node, lease, one.pid)
         stray.wait(lease["id"], 3)
-        assert one_failure(one, stray).startswith(f"process {stray.pid} runs on the GPU of gpu0 outside MPS")
+        said = one_failure(one, stray)
+        assert said.startswith(f"process {stray.pid} ")
+        assert " runs on the GPU of gpu0 outside MPS, " in said
 
 
 def test_no_client(lease: Any, clients: list[GatedClient]) -> None:

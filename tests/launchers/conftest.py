@@ -91,9 +91,10 @@ class Job:
         return self._output.read_text(errors="replace")
 
     def started(self) -> list[dict[str, Any]]:
-        """Return the first answer of each rank."""
+        """Return the first answer of each rank, which is a client of MPS."""
         answers = [each.answer() for each in self.ranks]
         self.pids = [each["pid"] for each in answers]
+        assert all(each["mps"] for each in answers)
         return answers
 
     def ended(self) -> int:

@@ -1,4 +1,4 @@
-"""`mpsctl run --processes N -- mpirun -n N`, and torchrun: the ranks of a job share one lease, whatever becomes of them."""
+"""The ranks that mpirun and torchrun start under `mpsctl run --processes N` share one lease, whatever becomes of them."""
 
 import os
 import shutil

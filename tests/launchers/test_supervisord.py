@@ -1,6 +1,4 @@
-"""The guide's program of supervisord: its restarts, signals and exit statuses are those of the program, and each start
-has a lease of its own.
-"""
+"""Under supervisord, restarts, signals and exit statuses are those of the program, and each start has its own lease."""
 
 import os
 import shutil

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import ForEval, environment, note, with_api, with_form
+from mpsd.cli.command import ForEval, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import check_share, released_unless_printed, take
 from mpsd.cli.options import (
@@ -28,6 +28,7 @@ from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Client, waiting
+from mpsd.client.environment import environment, own_connections
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
@@ -313,10 +314,7 @@ def _ends_with(lease: "answer_types.Lease") -> str:
 
 def _with_own_connections(request: dict[str, object]) -> dict[str, object]:
     """Return a request with the connections that its program will have, as mpsctl has them."""
-    own = os.environ.get(MAX_CONNECTIONS, "")
-    if request["connections"] is None and own in map(str, range(1, MOST_CONNECTIONS + 1)):
-        return {**request, "connections": int(own)}
-    return request
+    return {**request, "connections": own_connections(os.environ)} if request["connections"] is None else request
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

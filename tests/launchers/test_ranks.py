@@ -1,4 +1,4 @@
-"""The ranks that mpirun and torchrun start under `mpsctl run --processes N` share one lease, whatever becomes of them."""
+"""Ranks that mpirun and torchrun start under `mpsctl run --processes N` share one lease, whatever becomes of them."""
 
 import os
 import shutil

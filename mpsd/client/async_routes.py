@@ -3,7 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from mpsd.client.async_connection import AsyncConnection
 from mpsd.client.connection import DEADLINE, SOCKET
@@ -153,9 +153,16 @@ class AsyncRoutes(AsyncConnection):
         return cast("answer_types.Operation", await self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(
-        self, after: int, *, follow: bool, heartbeat: int | None = None
+        self,
+        after: int | Literal["latest"],
+        *,
+        follow: bool,
+        heartbeat: int | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> AsyncIterator[tuple[str, "answer_types.Event"]]:
         """Yield the events with a higher number, each as a line and decoded; with `follow`, future events too.
+
+        `latest`: the future events only.
 
         With `heartbeat`, mpsd sends a line after that many seconds without an event; without any line, mpsd is
         unreachable.

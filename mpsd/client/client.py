@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile
 from mpsd.client.exchange import segment
@@ -148,9 +148,16 @@ class Client(Connection):
         return cast("answer_types.Operation", self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(
-        self, after: int, *, follow: bool, heartbeat: int | None = None, meanwhile: Meanwhile | None = None
+        self,
+        after: int | Literal["latest"],
+        *,
+        follow: bool,
+        heartbeat: int | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Iterator[tuple[str, "answer_types.Event"]]:
         """Yield the events with a higher number, each as a line and decoded; with `follow`, future events too.
+
+        `latest`: the future events only.
 
         With `heartbeat`, mpsd sends a line after that many seconds without an event; without any line, mpsd is
         unreachable.

@@ -111,6 +111,12 @@ class NeverFitsError(RequestError):
     exit_code = 65
 
 
+class CudaInitializedError(RequestError):
+    """CUDA is initialised in the calling process already, which fixed its limits: no lease can change them."""
+
+    code = "cuda_initialized"
+
+
 # -- the node's capacity -----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
-"""The node that the client's example calls."""
+"""The nodes that the client's tests call."""
 
 from tests.cli.conftest import node, shared_node
+from tests.daemon.conftest import make_node
 
-__all__ = ["node", "shared_node"]
+__all__ = ["make_node", "node", "shared_node"]

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import demo
-from mpsd.core.doctor import frameworks
+from mpsd.core import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
+from mpsd.core.units import GIB
 from tests.gate import async_routes, completions, manual, protocol
 from tests.gate.source import imports, modules
 
@@ -111,13 +112,18 @@ def demo_table() -> str:
 
 
 def frameworks_table() -> str:
-    """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU."""
-    lines = [("framework", "takes by default", "setting", "others", "known by")]
+    """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU of 80 GiB."""
+    lines = [("framework", "takes by default", "setting", "others", "read in", "known by")]
     for each in frameworks.TABLE:
-        setting = f"`{frameworks.setting(each, 0.25)}`" if each.advice else "none is needed"
-        others = ", ".join(f"`{name}`" for name in (*each.settings[1:], *each.others))
+        needed = frameworks.setting(each, 20 * GIB, 80 * GIB)
+        setting = f"`{needed}`" if needed else "none is needed"
+        further = frameworks.advice(each.name, 20 * GIB, 80 * GIB)
+        optional = [("=", further.variable), (" ", further.option)] if not needed else []
+        pairs = [between.join(pair) for between, pair in optional if pair is not None]
+        others = ", ".join(f"`{name}`" for name in (*each.settings[1:], *pairs, *each.others))
         shows = (each.command, each.title and f"{each.title}*", each.library and f"{each.library}/")
-        lines.append((each.name, each.takes, setting, others, ", ".join(f"`{name}`" for name in shows if name)))
+        known = ", ".join(f"`{name}`" for name in shows if name)
+        lines.append((each.name, each.takes, setting, others, each.version, known))
     return _table(*lines)
 
 

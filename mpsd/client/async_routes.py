@@ -1,16 +1,22 @@
 """mpsd, with one method for each route, for asyncio: made from client.py by `python -m tests.gate.generate`."""
 
+import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from mpsd.client.async_connection import AsyncConnection
 from mpsd.client.connection import DEADLINE, SOCKET
 from mpsd.client.exchange import segment
+from mpsd.core.errors import StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
+
+_COME_AGAIN: Final = 0.2
+"""Seconds after which a process comes to a gate again whose mpsd is gone."""
 
 
 class AsyncRoutes(AsyncConnection):
@@ -109,6 +115,25 @@ class AsyncRoutes(AsyncConnection):
         """
         return await self.get(f"/v1/leases/{segment(lease)}/cdi?shared_memory={str(shared_memory).lower()}")
 
+    async def gate(self, lease: str, processes: int, within: float = 60.0) -> "answer_types.Gate":
+        """Wait until this many processes of a lease do so and are verified; each of them calls this for itself.
+
+        Raises GateFailedError in all of them where one is missing after `within` seconds, ends, or is not verified.
+        Where mpsd is restarted meanwhile, they come to the next one, until that time is over.
+        """
+        until = time.monotonic() + within
+        while True:
+            request = {"processes": processes, "within": within}
+            try:
+                answer = await self.post(f"/v1/leases/{segment(lease)}/gate", request, deadline=within + self.deadline)
+            except (UnreachableError, StoppingError) as error:
+                within = until - time.monotonic() - _COME_AGAIN
+                if within <= 0 or not error.retryable:
+                    raise
+            else:
+                return cast("answer_types.Gate", answer)
+            await asyncio.sleep(_COME_AGAIN)
+
     async def end(self, lease: str) -> "answer_types.Lease":
         """End the clients of a lease, and then the lease."""
         return cast("answer_types.Lease", await self.post(f"/v1/leases/{segment(lease)}/end", {}))
@@ -158,7 +183,6 @@ class AsyncRoutes(AsyncConnection):
         *,
         follow: bool,
         heartbeat: int | None = None,
-        meanwhile: Meanwhile | None = None,
     ) -> AsyncIterator[tuple[str, "answer_types.Event"]]:
         """Yield the events with a higher number, each as a line and decoded; with `follow`, future events too.
 

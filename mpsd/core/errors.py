@@ -67,6 +67,14 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class GateFailedError(RequestError):
+    """The processes of a lease that waited for each other do not begin: one is missing, gone, or not verified."""
+
+    code = "gate_failed"
+    status = 409
+    exit_code = 1
+
+
 class ForbiddenError(RequestError):
     """Policy, or a lack of rights, forbids the request."""
 

@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, Unpack, cast
 
 from mpsd.client import become
-from mpsd.client.connection import error_of
 from mpsd.client.ends import end_clients
 from mpsd.client.environment import own_connections
+from mpsd.client.exchange import error_of
 from mpsd.client.lease import Lease, Options
 from mpsd.client.pool import Pool, process
 from mpsd.client.starter import start
@@ -43,7 +43,7 @@ class Process(subprocess.Popen[bytes]):
     Its `pid` is that of the program, which holds the lease.
     """
 
-    lease: Lease
+    _lease: "_LeaseOfProgram | None" = None
 
     def __init__(self, program: "_Program", descriptor: int) -> None:
         """Start the process that is to become a program; its order comes on the descriptor."""
@@ -69,9 +69,20 @@ class Process(subprocess.Popen[bytes]):
             super().__exit__(kind, error, traceback)
 
     @property
+    def lease(self) -> Lease:
+        """The lease of the program, which holds it."""
+        assert self._lease is not None  # noqa: S101 - nobody gets a process without one
+        return self._lease
+
+    @property
     def is_started_here(self) -> bool:
         """Whether this very process started the program, and not the one that it was forked from."""
         return self._caller == os.getpid()
+
+    def become(self, lease: "_LeaseOfProgram") -> None:
+        """Take the lease that the process has, now that it is its program."""
+        self._lease = lease
+        lease.holder = self.pid if lease.id else None
 
     def end(self, within: float = _TERMINATION) -> int:
         """End the program and its lease, and return its exit status.
@@ -79,16 +90,31 @@ class Process(subprocess.Popen[bytes]):
         mpsd first ends what it does on the GPU, as a signal in the middle of that may end the work of its neighbours.
         Then comes SIGTERM, and after `within` seconds SIGKILL.
         """
-        if self.poll() is None:
-            if self.lease.id:
-                end_clients(self.lease)
+        if self.lease.id:
+            end_clients(self.lease)
+        if super().poll() is None:
             self.terminate()
             try:
-                self.wait(within)
+                super().wait(within)
             except subprocess.TimeoutExpired:
                 self.kill()
-        status = self.wait()
+        status = super().wait()
         self.lease.close()
+        return status
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None, as of `subprocess.Popen`."""
+        return self._reaped(super().poll())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status, as of `subprocess.Popen`."""
+        status = super().wait(timeout)
+        self._reaped(status)
+        return status
+
+    def _reaped(self, status: int | None) -> int | None:
+        if status is not None and self._lease is not None:
+            self._lease.leave()
         return status
 
 
@@ -125,8 +151,7 @@ def spawn(
             program.start(lease, None)
         assert program.process is not None  # noqa: S101 - it was started, or an error was raised
         process = program.process
-        process.lease = lease
-        lease.holder = process.pid if lease.id else None
+        process.become(lease)
         if not detached:
             _with_this_one.add(process)
         failed.pop_all()
@@ -212,6 +237,11 @@ class _LeaseOfProgram(Lease):
     def __init__(self, program: _Program, options: Options) -> None:
         super().__init__(**options)
         self._program = program
+
+    def leave(self) -> None:
+        """Leave its end to mpsd, after that of the program: processes that the program started may be under it yet."""
+        self._opened_by = None
+        self.close()
 
     def _take(self, request: Mapping[str, object], progress: Progress) -> "answer_types.Lease":
         if "connections" not in self._request:  # then those that the program's own environment asks for

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from math import inf
@@ -15,11 +15,12 @@ from mpsd.client.client import Client
 from mpsd.client.environment import environment, own_connections
 from mpsd.client.request import Request, body
 from mpsd.client.waiting import Progress, take
-from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, UnreachableError
+from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
     from mpsd.client.watcher import Watcher
+    from mpsd.core.frameworks import Advice
 
 OnEnding: TypeAlias = "Callable[[Lease, float], object]"
 OnDraining: TypeAlias = "Callable[[Lease], object]"
@@ -55,11 +56,13 @@ class Verification(NamedTuple):
     """The answer of mpsd; None for a program that goes on without a lease."""
     because: str
     """Both in a sentence."""
+    is_verified: bool
+    """Whether mpsd verified every process of the lease, and the driver does not contradict.
 
-    @property
-    def is_verified(self) -> bool:
-        """Whether mpsd verified every process of the lease, and the driver does not contradict."""
-        return self.outside is not None and self.outside["ok"] and self.inside is not False
+    mpsd sees the environment that a program was started with. Beside larger leases it does not know whether a process
+    that set its own variables is within its limits. This process knows that of itself, so that such a doubt about it
+    alone counts as verified where the driver says that it is under MPS.
+    """
 
 
 def lease(**options: Unpack[Options]) -> "Lease":
@@ -85,6 +88,10 @@ def current() -> "Lease | None":
         return None
     here = (each for each in own_environment.owners() if isinstance(each, Lease) and each.id == name)
     return next(here, None) or Lease.of_another(name)
+
+
+_held: "Final[list[Lease]]" = []
+"""The leases that are open in this process, and copies of its parent's."""
 
 
 class Lease:
@@ -141,6 +148,11 @@ class Lease:
         return found
 
     # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        """The client for the mpsd whose lease it is."""
+        return self._client
 
     @property
     def id(self) -> str:
@@ -233,8 +245,7 @@ class Lease:
             request = {**request, "connections": connections}
         contact = _Contact()
         try:
-            with self._calling() as client:
-                answer = take(client, request, wait=self._wait, progress=contact)
+            answer = self._take(request, contact)
         except UnreachableError as error:
             if error.socket is None or contact.is_made:
                 raise
@@ -249,15 +260,43 @@ class Lease:
             )
             return
         self._opened_by = os.getpid()
+        _held.append(self)
         with contextlib.ExitStack() as failed:
             failed.callback(self._close_quietly)
             self._accept(answer)
             self.holder = cast("int | None", self._request.get("pid")) or os.getpid()
             if sets_environment:
                 _refuse_initialised()  # it may have waited for long
+                self._refuse_another(answer)
                 own_environment.put(self, self.environment)
             self._watch(answer)
             failed.pop_all()
+
+    def _refuse_another(self, answer: "answer_types.Lease") -> None:
+        """Refuse a further lease on a GPU where this process holds one: mpsd cannot see whose client it is.
+
+        It sees the environment that a program was started with, and not what the program sets itself. Raises
+        InvalidRequestError, and the errors of `Client.lease`.
+        """
+        others = [each.answer for each in _held if each is not self]
+        if name := own_environment.inherited(_LEASE):
+            with self._calling() as client, contextlib.suppress(NotFoundError):
+                others.append(client.lease(name))
+        own = answer["owner"]["pid"]  # as mpsd sees it, which may be in another pid namespace
+        for each in others:
+            if each is None or each["state"] == "ended" or each["owner"]["pid"] not in {own} - {0}:
+                continue
+            if {*each["gpus"]} & {*answer["gpus"]}:
+                raise InvalidRequestError(
+                    f"this process holds {each['id']} on the same GPU, and mpsd would take it for a client of that one",
+                    hint="use that lease, which mpsd.current() returns; or start the work as a process of its own, by"
+                    " mpsd.spawn() or mpsctl run",
+                )
+
+    def _take(self, request: Mapping[str, object], progress: Progress) -> "answer_types.Lease":
+        """Return the granted lease. One that another process takes for itself replaces this."""
+        with self._calling() as client:
+            return take(client, request, wait=self._wait, progress=progress)
 
     def _accept(self, answer: "answer_types.Lease") -> None:
         self.answer = answer
@@ -275,6 +314,8 @@ class Lease:
         holder. In a forked child, only the environment is restored. Raises the errors of `Client.release`.
         """
         opened_by, self._opened_by = self._opened_by, None
+        if self in _held:
+            _held.remove(self)
         own_environment.take_back(self)
         if opened_by != os.getpid() or self.answer is None:
             return
@@ -332,11 +373,37 @@ class Lease:
         inside = cuda.is_under_mps()
         said = _INSIDE[inside] if inside is not None or cuda.is_initialised() else _NOT_ASKED
         if self.is_whole_gpu:
-            return Verification(inside, None, f"{said}, and there is no lease: {self._known_absent().detail}")
+            return Verification(inside, None, f"{said}, and there is no lease: {self._known_absent().detail}", False)
         with self._calling() as client:
             outside = client.verify(self._known()["id"])
+        is_verified = outside["ok"] and inside is not False
+        if inside and not is_verified and self in own_environment.owners() and _doubts(outside) == [os.getpid()]:
+            because = f"{said}, and its environment was set before it initialised CUDA; mpsd cannot see that, and says"
+            return Verification(inside, outside, f"{because}: {outside['because']}", True)
         but = "but" if inside is not None and inside != outside["ok"] else "and"
-        return Verification(inside, outside, f"{said}, {but} mpsd says: {outside['because']}")
+        return Verification(inside, outside, f"{said}, {but} mpsd says: {outside['because']}", is_verified)
+
+    def gate(self, processes: int, within: float | str = 60.0) -> list[int]:
+        """Wait until so many processes of the lease wait here, and mpsd has verified each; return their pids.
+
+        Each of them calls this itself, and is a client by then: after the first use of CUDA. All of them begin
+        together, or all of them get a GateFailedError that says why: one is missing after `within` seconds (`60s`, or
+        `1m`), has ended, or runs outside MPS or beyond its limits. Raises the errors of `Client.gate`.
+        """
+        from mpsd.core.units import parse_span
+
+        with self._calling() as client:
+            return client.gate(self._known()["id"], processes, parse_span(within))["processes"]
+
+    def advice(self, framework: str) -> "Advice":
+        """Return what to tell a framework about its part of the GPU: `vllm`, `sglang`, `jax`, `pytorch`, and others.
+
+        Raises InvalidRequestError for a name that mpsd does not know, and UnreachableError without mpsd.
+        """
+        from mpsd.client.advice import advice_for
+
+        with self._calling() as client:
+            return advice_for(client, self._known(), framework)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[Client]:
@@ -372,6 +439,12 @@ _INSIDE: Final = {
     None: "the driver does not say whether this process is under MPS",
 }
 _NOT_ASKED: Final = "CUDA is not initialised in this process"
+
+
+def _doubts(outside: "answer_types.Verify") -> list[int]:
+    """Return the pids of the processes of which mpsd does not know whether they are well, if that is all it lacks."""
+    unknown = [each["pid"] for each in outside["processes"] if each["verdict"] == "unknown"]
+    return unknown if len(unknown) == len(outside["unknown"]) and not outside["violations"] else []
 
 
 class _Contact(Progress):

@@ -34,7 +34,7 @@ _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
 
 _ASK_AT_LAST: Final = 10.0
-"""Maximum seconds between two attempts."""
+"""Maximum seconds between two attempts; a thirtieth of the time to live, where that is less."""
 
 _HEARTBEAT: Final = 20
 """Seconds after which mpsd sends a line if there is no event, so that a dead connection is noticed."""
@@ -63,12 +63,15 @@ class Watcher:
         seconds until its end, and `on_draining`.
         """
         self._client = client.another(deadline=min(DEADLINE, max(ttl / _RENEWALS, 1.0)))
+        self._events = client.another(deadline=DEADLINE)
+        """A connection of its own for the events, of which the answer does not end."""
         self._answer = answer
         self._daemons = {each["daemon"] for each in answer["shares"]}
         self._ttl = ttl
         self._heard, self._on_ending, self._on_draining = heard, on_ending, on_draining
         self._stopped = threading.Event()
         self._pause = _ASK_AGAIN
+        self._longest = min(_ASK_AT_LAST, max(ttl / 30, _ASK_AGAIN))
         self._ends = time.monotonic() + ttl
         self._renews = time.monotonic() + ttl / _RENEWALS
         self._is_looked, self._is_said = True, False
@@ -88,20 +91,20 @@ class Watcher:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(_OverError), self._client:
+        with contextlib.suppress(_OverError), self._client, self._events:
             if self._on_ending is None and self._on_draining is None:
                 self._wait(inf)
             pause = _ASK_AGAIN
             while True:
                 self._is_looked = False
                 with contextlib.suppress(MpsdError):
-                    events = self._client.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
+                    events = self._events.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
                     for _, event in events:
                         pause = _ASK_AGAIN
                         self._tick()
                         self._hear(event)
                 self._wait(pause)
-                pause = min(pause * 2, _ASK_AT_LAST)
+                pause = min(pause * 2, self._longest)
 
     def _wait(self, seconds: float) -> None:
         """Wait, and do meanwhile what is due."""
@@ -137,7 +140,7 @@ class Watcher:
             self._end(error.detail)
         except MpsdError:
             self._renews = time.monotonic() + self._pause
-            self._pause = min(self._pause * 2, _ASK_AT_LAST)
+            self._pause = min(self._pause * 2, self._longest)
         else:
             self._ends, self._renews = began + self._ttl, began + self._ttl / _RENEWALS
             self._pause, self._is_said = _ASK_AGAIN, False

@@ -400,7 +400,7 @@ class Keeper:
                 raise JobFailedError(
                     f"rank {member.rank} cannot use its GPU: {probe['error']}"
                     + (f" from {probe['call']}" if probe.get("call") else ""),
-                    hint="see the GPU (nvidia-smi), and what CUDA's error means",
+                    hint=f"see the GPU: nvidia-smi; {_SAME_GPUS}",
                 )
             if probe["mps"] is False:
                 raise JobFailedError(

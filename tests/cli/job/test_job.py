@@ -1,5 +1,6 @@
 """`mpsctl job`: around a launcher and around each rank, its refusals, and that nothing stays."""
 
+import contextlib
 import os
 import signal
 import stat
@@ -216,7 +217,8 @@ def test_kills(job: Job, victim: str) -> None:
         targets = job.processes(words[victim])
         assert targets
     for pid in targets:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended with another one
+            os.kill(pid, signal.SIGKILL)
     if victim in {"rank", "program", "control"}:  # what a launcher does with the others is its own
         for each in ranks:
             each.process.send_signal(signal.SIGTERM)

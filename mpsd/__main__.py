@@ -311,8 +311,8 @@ def _serve_privately(plan: "Plan", root: Path, *, until_eof: bool, announce: "Ca
 @click.option("--visible", help="CUDA_VISIBLE_DEVICES of the job.")
 @click.option("--by-bus", is_flag=True, help="CUDA_DEVICE_ORDER of the job is PCI_BUS_ID.")
 @click.option("--gpus", default="all", help="Those of these GPUs that the job takes.")
-@click.option("--simulate", type=click.IntRange(1, 64))
-@click.option("--control")
+@click.option("--simulate", type=click.IntRange(1, 64), help="As for `mpsd run`.")
+@click.option("--control", help="As for `mpsd run`.")
 def job(root: Path, *, visible: str | None, by_bus: bool, gpus: str, simulate: int | None, control: str | None) -> None:
     """Run the service of one job, in a directory of its user, until the end of stdin; its control daemons end with it.
 

@@ -78,7 +78,7 @@ def job(
     simulate: int | None,
     control: str | None,
 ) -> None:
-    """Run COMMAND as a rank of a job, or a job's launcher, with MPS on the job's GPUs. Needs no root.
+    """Run a rank of a job, or its launcher, with MPS, without root.
 
     \b
     Around each rank, or around the launcher:

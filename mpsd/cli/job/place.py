@@ -1,9 +1,8 @@
 """The directory of a job on a node: whose it is, who may start the keeper in it, and the removal of dead ones.
 
-It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, and has mode 0700. In a directory that all users may write to, any of them
-can make one with its name first: it is used only if it belongs to this user, and no link is followed. The keeper holds
-a lock on it for as long as it lives. The kernel releases that lock, so that a directory without one belongs to no living
-job.
+It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, and has mode 0700. Where all users may write, any of them can make one with
+its name first: it is used only if it belongs to this user, and no link is followed. The keeper holds a lock on it while
+it lives. The kernel releases that lock, so that a directory without one belongs to no living job.
 """
 
 import contextlib

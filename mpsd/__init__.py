@@ -9,6 +9,7 @@ import sys
 
 TYPE_CHECKING = False  # typing has it too, and takes longer to import than all of this
 if TYPE_CHECKING:
+    from mpsd.client.async_client import AsyncClient
     from mpsd.client.client import Client
     from mpsd.client.lease import Lease, Verification, WholeGpuWarning, current, lease
     from mpsd.core import errors

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, cast
 
-from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile, segment
+from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile
+from mpsd.client.exchange import segment
 from mpsd.core.errors import StoppingError, UnreachableError
 
 if TYPE_CHECKING:
@@ -27,6 +28,18 @@ class Client(Connection):
         if self.trusted:
             found["MPSD_TRUST_UID"] = " ".join(map(str, sorted(self.trusted)))
         return found
+
+    def health(self) -> "answer_types.Health":
+        """Tell whether mpsd itself answers."""
+        return cast("answer_types.Health", self.get("/healthz"))
+
+    def readiness(self) -> "answer_types.Health":
+        """Tell whether the node is ready to grant leases; one that is not is no error."""
+        return cast("answer_types.Health", self.get("/readyz", also=503))
+
+    def document(self) -> object:
+        """Return the API's document, in OpenAPI."""
+        return self.get("/v1/openapi.json")
 
     def status(self) -> "answer_types.Status":
         """Return the node in one answer."""
@@ -93,6 +106,13 @@ class Client(Connection):
         """Tell whether every process of a lease is under MPS and within its limits."""
         return cast("answer_types.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))
 
+    def cdi(self, lease: str, *, shared_memory: bool = False) -> object:
+        """Return the CDI document of a claimed lease; with `shared_memory`, its container gets the machine's /dev/shm.
+
+        Drivers before 580 need that.
+        """
+        return self.get(f"/v1/leases/{segment(lease)}/cdi?shared_memory={str(shared_memory).lower()}")
+
     def gate(self, lease: str, processes: int, within: float = 60.0) -> "answer_types.Gate":
         """Wait until this many processes of a lease do so and are verified; each of them calls this for itself.
 
@@ -138,6 +158,10 @@ class Client(Connection):
 
     def reload(self) -> "answer_types.Reload":
         return cast("answer_types.Reload", self.post("/v1/reload", {}))
+
+    def quarantines(self) -> "answer_types.Quarantines":
+        """Return the uids and control groups that get no lease."""
+        return cast("answer_types.Quarantines", self.get("/v1/quarantines"))
 
     def pardon(self, who: int | str) -> None:
         """Lift the quarantine of a uid, or of a control group by its path."""

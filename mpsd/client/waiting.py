@@ -8,15 +8,17 @@ request: it gets the lease that the lost answer was about, and no second one.
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mpsd.client.client import Client
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
+
+_T = TypeVar("_T")
 
 BRIDGED: Final = 10.0
 """Seconds for which an mpsd that never answered is waited for, and the answer to a request that was sent: without
@@ -79,22 +81,45 @@ def take(
 def _repeat_until_answered(
     client: Client, request: Mapping[str, object], wait: float, progress: Progress
 ) -> "answer_types.Lease":
-    start = time.monotonic()
-    end, pause, answered = start + wait, _ASK_AGAIN, False
-    until = start + min(wait, BRIDGED)
+    attempts = Attempts(request, wait, progress)
     while True:
-        left = max(end - time.monotonic(), 0.0)
-        request = {**request, "wait": None if left == inf else left}
         try:
             client.connect()
-            until, answered = start + max(wait, BRIDGED), True
-            return client.admit(request, deadline=left + client.deadline, meanwhile=progress.look)
+            return client.admit(attempts.next(), deadline=attempts.left + client.deadline, meanwhile=progress.look)
         except (UnreachableError, StoppingError) as error:
-            if time.monotonic() >= until or not error.retryable:
-                raise
-            progress.lose(error, answered=answered)
-        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
-        pause = min(pause * 2, _ASK_AT_LAST)
+            pause = attempts.pause_after(error)
+        time.sleep(pause)
+
+
+class Attempts:
+    """The attempts of one request: how long each may wait, and when the next one is due."""
+
+    def __init__(self, request: Mapping[str, object], wait: float, progress: Progress | None = None) -> None:
+        self.left = wait
+        """Seconds that are left of the wait, at the start of the present attempt."""
+        self._request = request
+        self._progress = progress or Progress()
+        self._wait = wait
+        self._start = time.monotonic()
+        self._until = self._start + min(wait, BRIDGED)
+        self._pause = _ASK_AGAIN
+        self._answered = False
+
+    def next(self) -> dict[str, object]:
+        """Return the body of the request for an attempt; mpsd can be reached, and it is about to be sent."""
+        self._answered = True
+        self._until = self._start + max(self._wait, BRIDGED)
+        self.left = max(self._start + self._wait - time.monotonic(), 0.0)
+        return {**self._request, "wait": None if self.left == inf else self.left}
+
+    def pause_after(self, error: UnreachableError | StoppingError) -> float:
+        """Return the seconds until the next attempt after one that failed. Raises its error where it was the last."""
+        left = self._until - time.monotonic()
+        if left <= 0 or not error.retryable:
+            raise error
+        self._progress.lose(error, answered=self._answered)
+        pause, self._pause = min(self._pause, left), min(self._pause * 2, _ASK_AT_LAST)
+        return pause
 
 
 def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool:
@@ -108,3 +133,20 @@ def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool
                 another.release(lease["id"])
                 return True
     return False
+
+
+def through_a_restart(call: Callable[[], _T]) -> _T:
+    """Return the answer to a request that may be repeated; an mpsd that is away is waited for, for BRIDGED seconds.
+
+    Raises the errors of the request.
+    """
+    end, pause = time.monotonic() + BRIDGED, _ASK_AGAIN
+    while True:
+        try:
+            return call()
+        except (UnreachableError, StoppingError) as error:
+            left = end - time.monotonic()
+            if left <= 0 or not error.retryable:
+                raise
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, _ASK_AT_LAST)

@@ -17,7 +17,7 @@ from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, O
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
 from mpsd.core.units import GIB
-from tests.gate import completions, manual, protocol
+from tests.gate import async_routes, completions, manual, protocol
 from tests.gate.source import imports, modules
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -173,6 +173,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
     "docs/kubernetes/kubernetes.toml": manual.kubernetes_example,
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
+    async_routes.FILE: async_routes.made,
     **completions.FILES,
     **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},
 }

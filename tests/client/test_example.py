@@ -1,9 +1,12 @@
-"""The example in the client's own description works as it stands."""
+"""The examples in the descriptions of the client, and of what starts processes, work as they stand."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
+
+import pytest
 
 import mpsd.client
 from tests.cli.conftest import ROOT
@@ -24,3 +27,23 @@ def test_example(node: Node) -> None:
     (found,) = (each for each in node.get("/v1/leases?ended=true").json["leases"] if each["id"] == lease)
     assert (found["state"], found["gpus"]) == ("ended", [gpu])
     assert found["because"].endswith("released it")
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("spawn", " 3"), ("Pool", f"{sum(number**2 for number in range(100))}"), ("process", f"{20352 << 20}")],
+)
+def test_examples_of_processes(node: Node, short_tmp: Path, name: str, end: str) -> None:
+    """Each is a program of its own, beside a `train.py` that exits with 3; afterwards there is no lease."""
+    text = getattr(mpsd, name).__doc__
+    example = "\n".join(line for line in text.splitlines() if line.startswith("        ") or not line)
+    (short_tmp / "train.py").write_text("import os, sys; sys.exit(3 if 'MPSD_LEASE' in os.environ else 1)")
+    (short_tmp / "example.py").write_text(f"import mpsd\n{dedent(example)}")
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}", "MPSD_SOCKET": f"{node.socket}"},
+        capture_output=True, text=True, check=False, cwd=short_tmp,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{end}\n")
+    assert not node.leases()

@@ -165,6 +165,19 @@ def test_only_for_others(client: Client) -> None:
     assert lease.state == "ended"
 
 
+def test_for_another_process(node: Node, client: Client) -> None:
+    """A lease that another process holds is no lease of this one, and ends with that process at the latest."""
+    with started(node, "input()") as other:
+        with pytest.raises(InvalidRequestError, match=f"pid {other.pid} is to hold the lease"):
+            mpsd.lease(fraction=0.25, client=client, pid=other.pid).open()
+        lease = mpsd.lease(fraction=0.25, client=client, pid=other.pid).open(sets_environment=False)
+        assert (lease.holder, lease.is_held_here) == (other.pid, False)
+        assert [each["owner"]["pid"] for each in node.leases()] == [other.pid]
+        other.kill()
+    wait_until(lambda: not node.leases(), what="the lease to end with its holder")
+    lease.close()
+
+
 def test_verify(make_node: Start) -> None:
     """What mpsd says is told apart from the driver, which says nothing where CUDA is not initialised."""
     simulated = make_node(simulate=1, control=None).start()

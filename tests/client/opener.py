@@ -23,7 +23,7 @@ AT_ONCE: Final = {"one": 1, "threads": 4, "tasks": 4, "blocks": 1}
 
 CANCELLED: Final = "cancelled"
 
-SHARE: Final[Request] = {"threads": 20, "memory": "64MiB", "wait": 300}
+SHARE: Final[Request] = {"threads": 40, "memory": "64MiB", "wait": 60}
 
 
 def say(text: str) -> None:
@@ -46,7 +46,7 @@ def threads(socket: str, count: int, _: random.Random) -> None:
 
 
 def hold(api: mpsd.Client) -> None:
-    lease = waiting.take(api, SHARE, wait=300)
+    lease = waiting.take(api, SHARE, wait=60)
     waiting.through_a_restart(partial(api.release, lease["id"]))
     say(lease["id"])
 

@@ -1,9 +1,22 @@
-"""A lease of this process: taken, set in its environment, renewed, verified, and released."""
+"""A lease of this process: taken, set in its environment, renewed, verified, and released.
+
+    import mpsd
+
+    with mpsd.lease(fraction=0.25, wait="10m", ttl="1h") as lease:
+        print(lease.uuid, lease.memory)  # its GPU, and the bytes of device memory that it may use there
+        ...  # the first use of CUDA, in this process or in those that it starts
+        print(lease.verify().because)
+
+    print(lease.state)
+
+The environment is set before CUDA is initialised, which reads it then, once for all: where that is too late, no lease
+is taken. At the end of the block the environment is as it was before, and the lease is released, also by an exception.
+"""
 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from math import inf
@@ -15,11 +28,12 @@ from mpsd.client.client import Client
 from mpsd.client.environment import environment, own_connections
 from mpsd.client.request import Request, body
 from mpsd.client.waiting import Progress, take
-from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, UnreachableError
+from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
     from mpsd.client.watcher import Watcher
+    from mpsd.core.frameworks import Advice
 
 OnEnding: TypeAlias = "Callable[[Lease, float], object]"
 OnDraining: TypeAlias = "Callable[[Lease], object]"
@@ -55,11 +69,13 @@ class Verification(NamedTuple):
     """The answer of mpsd; None for a program that goes on without a lease."""
     because: str
     """Both in a sentence."""
+    is_verified: bool
+    """Whether mpsd verified every process of the lease, and the driver does not contradict.
 
-    @property
-    def is_verified(self) -> bool:
-        """Whether mpsd verified every process of the lease, and the driver does not contradict."""
-        return self.outside is not None and self.outside["ok"] and self.inside is not False
+    mpsd sees the environment that a program was started with. Beside larger leases it does not know whether a process
+    that set its own variables is within its limits. This process knows that of itself, so that such a doubt about it
+    alone counts as verified where the driver says that it is under MPS.
+    """
 
 
 def lease(**options: Unpack[Options]) -> "Lease":
@@ -68,7 +84,9 @@ def lease(**options: Unpack[Options]) -> "Lease":
         with mpsd.lease(fraction=0.25, wait="10m") as lease:
             ...  # the first use of CUDA, here or in a child process
 
-    The arguments are those of `Request` and `Options`. Raises TypeError for an unknown one, and InvalidRequestError for
+    The arguments are those of `Request`: fraction, or threads and memory; gpu, gpus, processes, priority, wait, ttl,
+    name, labels, client_priority, connections, visible, stop, pid. And those of `Options`: client, otherwise,
+    on_ending, on_draining. Raises TypeError for an unknown one, and InvalidRequestError for
     a text in no valid notation; `Lease.open` raises the others.
     """
     return Lease(**options)
@@ -87,6 +105,10 @@ def current() -> "Lease | None":
     return next(here, None) or Lease.of_another(name)
 
 
+_held: "Final[list[Lease]]" = []
+"""The leases that are open in this process, and copies of its parent's."""
+
+
 class Lease:
     """A lease of mpsd, as a context manager; `mpsd.lease` makes one.
 
@@ -99,7 +121,7 @@ class Lease:
     """
 
     def __init__(self, **options: Unpack[Options]) -> None:
-        unknown = options.keys() - Options.__annotations__.keys()
+        unknown = options.keys() - Options.__optional_keys__
         if unknown:
             raise TypeError(f"lease() got an unexpected keyword argument {min(unknown)!r}{_nearest(min(unknown))}")
         self.is_whole_gpu = False
@@ -141,6 +163,11 @@ class Lease:
         return found
 
     # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        """The client for the mpsd whose lease it is."""
+        return self._client
 
     @property
     def id(self) -> str:
@@ -233,8 +260,7 @@ class Lease:
             request = {**request, "connections": connections}
         contact = _Contact()
         try:
-            with self._calling() as client:
-                answer = take(client, request, wait=self._wait, progress=contact)
+            answer = self._take(request, contact)
         except UnreachableError as error:
             if error.socket is None or contact.is_made:
                 raise
@@ -249,15 +275,43 @@ class Lease:
             )
             return
         self._opened_by = os.getpid()
+        _held.append(self)
         with contextlib.ExitStack() as failed:
             failed.callback(self._close_quietly)
             self._accept(answer)
             self.holder = cast("int | None", self._request.get("pid")) or os.getpid()
             if sets_environment:
                 _refuse_initialised()  # it may have waited for long
+                self._refuse_another(answer)
                 own_environment.put(self, self.environment)
             self._watch(answer)
             failed.pop_all()
+
+    def _refuse_another(self, answer: "answer_types.Lease") -> None:
+        """Refuse a further lease on a GPU where this process holds one: mpsd cannot see whose client it is.
+
+        It sees the environment that a program was started with, and not what the program sets itself. Raises
+        InvalidRequestError, and the errors of `Client.lease`.
+        """
+        others = [each.answer for each in _held if each is not self]
+        if name := own_environment.inherited(_LEASE):
+            with self._calling() as client, contextlib.suppress(NotFoundError):
+                others.append(client.lease(name))
+        own = answer["owner"]["pid"]  # as mpsd sees it, which may be in another pid namespace
+        for each in others:
+            if each is None or each["state"] == "ended" or each["owner"]["pid"] not in {own} - {0}:
+                continue
+            if {*each["gpus"]} & {*answer["gpus"]}:
+                raise InvalidRequestError(
+                    f"this process holds {each['id']} on the same GPU, and mpsd would take it for a client of that one",
+                    hint="use that lease, which mpsd.current() returns; or start the work as a process of its own, by"
+                    " mpsd.spawn() or mpsctl run",
+                )
+
+    def _take(self, request: Mapping[str, object], progress: Progress) -> "answer_types.Lease":
+        """Return the granted lease. One that another process takes for itself replaces this."""
+        with self._calling() as client:
+            return take(client, request, wait=self._wait, progress=progress)
 
     def _accept(self, answer: "answer_types.Lease") -> None:
         self.answer = answer
@@ -275,6 +329,8 @@ class Lease:
         holder. In a forked child, only the environment is restored. Raises the errors of `Client.release`.
         """
         opened_by, self._opened_by = self._opened_by, None
+        if self in _held:
+            _held.remove(self)
         own_environment.take_back(self)
         if opened_by != os.getpid() or self.answer is None:
             return
@@ -282,15 +338,22 @@ class Lease:
             self._watcher.stop()
         answer = self.answer
         self.answer = cast("answer_types.Lease", {**answer, "state": "ended", "because": "it was closed"})
-        try:
-            with self._calling() as client:
-                client.release(answer["id"])
-        except MpsdError as error:
-            if not error.retryable:
+        with contextlib.ExitStack() as unreleased:
+            unreleased.callback(self._release_later, answer["id"])  # also after KeyboardInterrupt
+            try:
+                with self._calling() as client, contextlib.suppress(NotFoundError):  # it ended long ago
+                    client.release(answer["id"])
+            except MpsdError as error:
+                if error.retryable:
+                    return
+                unreleased.pop_all()
                 raise
-            from mpsd.client.watcher import release_later
+            unreleased.pop_all()
 
-            release_later(self._client, answer["id"])
+    def _release_later(self, name: str) -> None:
+        from mpsd.client.watcher import release_later
+
+        release_later(self._client, name)
 
     def _watch(self, answer: "answer_types.Lease") -> None:
         ttl = cast("float | None", self._request.get("ttl"))
@@ -332,11 +395,37 @@ class Lease:
         inside = cuda.is_under_mps()
         said = _INSIDE[inside] if inside is not None or cuda.is_initialised() else _NOT_ASKED
         if self.is_whole_gpu:
-            return Verification(inside, None, f"{said}, and there is no lease: {self._known_absent().detail}")
+            return Verification(inside, None, f"{said}, and there is no lease: {self._known_absent().detail}", False)
         with self._calling() as client:
             outside = client.verify(self._known()["id"])
+        is_verified = outside["ok"] and inside is not False
+        if inside and not is_verified and self in own_environment.owners() and _doubts(outside) == [os.getpid()]:
+            because = f"{said}, and its environment was set before it initialised CUDA; mpsd cannot see that, and says"
+            return Verification(inside, outside, f"{because}: {outside['because']}", True)
         but = "but" if inside is not None and inside != outside["ok"] else "and"
-        return Verification(inside, outside, f"{said}, {but} mpsd says: {outside['because']}")
+        return Verification(inside, outside, f"{said}, {but} mpsd says: {outside['because']}", is_verified)
+
+    def gate(self, processes: int, within: float | str = 60.0) -> list[int]:
+        """Wait until so many processes of the lease wait here, and mpsd has verified each; return their pids.
+
+        Each of them calls this itself, and is a client by then: after the first use of CUDA. All of them begin
+        together, or all of them get a GateFailedError that says why: one is missing after `within` seconds (`60s`, or
+        `1m`), has ended, or runs outside MPS or beyond its limits. Raises the errors of `Client.gate`.
+        """
+        from mpsd.core.units import parse_span
+
+        with self._calling() as client:
+            return client.gate(self._known()["id"], processes, parse_span(within))["processes"]
+
+    def advice(self, framework: str) -> "Advice":
+        """Return what to tell a framework about its part of the GPU: `vllm`, `sglang`, `jax`, `pytorch`, and others.
+
+        Raises InvalidRequestError for a name that mpsd does not know, and UnreachableError without mpsd.
+        """
+        from mpsd.client.advice import advice_for
+
+        with self._calling() as client:
+            return advice_for(client, self._known(), framework)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[Client]:
@@ -374,6 +463,12 @@ _INSIDE: Final = {
 _NOT_ASKED: Final = "CUDA is not initialised in this process"
 
 
+def _doubts(outside: "answer_types.Verify") -> list[int]:
+    """Return the pids of the processes of which mpsd does not know whether they are well, if that is all it lacks."""
+    unknown = [each["pid"] for each in outside["processes"] if each["verdict"] == "unknown"]
+    return unknown if len(unknown) == len(outside["unknown"]) and not outside["violations"] else []
+
+
 class _Contact(Progress):
     """Whether an mpsd was there while a lease was requested."""
 
@@ -397,7 +492,7 @@ def _default_client() -> Client:
 def _nearest(name: str) -> str:
     from difflib import get_close_matches
 
-    found = get_close_matches(name, Options.__annotations__, 1)
+    found = get_close_matches(name, Options.__optional_keys__, 1)
     return f". Did you mean {found[0]!r}?" if found else ""
 
 

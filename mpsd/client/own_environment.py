@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from mpsd.client.environment import foreign
@@ -34,6 +35,16 @@ def owners() -> list[object]:
     """Return those whose variables are here, the one in force first."""
     with _lock:
         return [each.owner for each in reversed(_stack)]
+
+
+def inherited(name: str) -> str:
+    """Return a variable with which this program was started, by the kernel's word; empty where it had none."""
+    try:
+        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    beginning = f"{name}=".encode()
+    return next((os.fsdecode(each.removeprefix(beginning)) for each in variables if each.startswith(beginning)), "")
 
 
 def put(owner: object, variables: Mapping[str, str]) -> None:

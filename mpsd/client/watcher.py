@@ -12,7 +12,7 @@ A forked child has no such thread.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
@@ -34,7 +34,7 @@ _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
 
 _ASK_AT_LAST: Final = 10.0
-"""Maximum seconds between two attempts."""
+"""Maximum seconds between two attempts; a thirtieth of the time to live, where that is less."""
 
 _HEARTBEAT: Final = 20
 """Seconds after which mpsd sends a line if there is no event, so that a dead connection is noticed."""
@@ -69,6 +69,7 @@ class Watcher:
         self._heard, self._on_ending, self._on_draining = heard, on_ending, on_draining
         self._stopped = threading.Event()
         self._pause = _ASK_AGAIN
+        self._longest = min(_ASK_AT_LAST, max(ttl / 30, _ASK_AGAIN))
         self._ends = time.monotonic() + ttl
         self._renews = time.monotonic() + ttl / _RENEWALS
         self._is_looked, self._is_said = True, False
@@ -94,14 +95,17 @@ class Watcher:
             pause = _ASK_AGAIN
             while True:
                 self._is_looked = False
-                with contextlib.suppress(MpsdError):
-                    events = self._client.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
+                with contextlib.suppress(MpsdError), contextlib.closing(self._events()) as events:
                     for _, event in events:
                         pause = _ASK_AGAIN
                         self._tick()
                         self._hear(event)
                 self._wait(pause)
-                pause = min(pause * 2, _ASK_AT_LAST)
+                pause = min(pause * 2, self._longest)
+
+    def _events(self) -> "Generator[tuple[str, answer_types.Event]]":
+        events = self._client.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
+        return cast("Generator[tuple[str, answer_types.Event]]", events)
 
     def _wait(self, seconds: float) -> None:
         """Wait, and do meanwhile what is due."""
@@ -137,7 +141,7 @@ class Watcher:
             self._end(error.detail)
         except MpsdError:
             self._renews = time.monotonic() + self._pause
-            self._pause = min(self._pause * 2, _ASK_AT_LAST)
+            self._pause = min(self._pause * 2, self._longest)
         else:
             self._ends, self._renews = began + self._ttl, began + self._ttl / _RENEWALS
             self._pause, self._is_said = _ASK_AGAIN, False

@@ -22,6 +22,14 @@ class MpsdError(Exception):
         self.hint = hint
         self.limit = limit
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return what makes it again in another process: an exception's own way passes `detail` alone."""
+        return _again, (type(self), self.detail, self.hint, self.limit), dict(vars(self))
+
+
+def _again(kind: type[MpsdError], detail: str, hint: str, limit: str | None) -> MpsdError:
+    return kind(detail, hint=hint, limit=limit)
+
 
 # -- the caller's doing ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, NeverFitsError, NotFoundError, UnreachableError
 from mpsd.core.mps_facts import CLIENT_PRIORITY
 from mpsd.simulator.devices import VARIABLE
-from tests.cli.conftest import ROOT
+from tests.client.programs import printed, started
 from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
@@ -29,26 +28,6 @@ from tests.simulated_clients import SimulatedClient
 def client(node: Node) -> Iterator[Client]:
     with Client(str(node.socket)) as api:
         yield api
-
-
-def started(node: Node, program: str, **variables: str) -> "subprocess.Popen[str]":
-    """Start a Python program that finds the node by its environment."""
-    return subprocess.Popen(
-        [sys.executable, "-c", dedent(program)],
-        cwd=ROOT,
-        env={**os.environ, "MPSD_SOCKET": str(node.socket), **variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def printed(node: Node, program: str, **variables: str) -> list[str]:
-    """Return the lines that a Python program prints, which must succeed."""
-    with started(node, program, **variables) as process:
-        output, _ = process.communicate(timeout=50)
-    assert process.returncode == 0, output
-    return output.splitlines()
 
 
 def found(node: Node, name: str) -> Any:
@@ -134,12 +113,46 @@ def test_one_inside_another(client: Client) -> None:
             assert os.environ["MPSD_LEASE"] == inner.id
         assert os.environ["MPSD_LEASE"] == outer.id
     assert dict(os.environ) == before
-    first, second = (mpsd.lease(fraction=0.25, client=client).open() for _ in range(2))
+    first, second = (mpsd.lease(fraction=0.25, gpu=gpu, client=client).open() for gpu in (0, 1))
     first.close()
     assert os.environ["MPSD_LEASE"] == second.id
     second.close()
     second.close()
     assert dict(os.environ) == before
+
+
+def test_two_on_one_gpu(client: Client, node: Node) -> None:
+    """A process that holds a lease gets no second one for itself on the same GPU: mpsd could not tell its clients."""
+    before = dict(os.environ)
+    with mpsd.lease(fraction=0.25, gpu=0, client=client) as first:
+        with pytest.raises(InvalidRequestError, match=f"this process holds {first.id} on the same GPU"):
+            mpsd.lease(fraction=0.25, gpu=0, client=client).open()
+        assert [each["id"] for each in node.leases()] == [first.id]
+        assert os.environ["MPSD_LEASE"] == first.id
+        mpsd.lease(fraction=0.25, gpu=0, client=client).open(sets_environment=False).close()
+    assert dict(os.environ) == before
+
+
+def test_under_mpsctl_run(node: Node) -> None:
+    """Likewise for a program that mpsctl run started: it uses that lease; a child of its own may take another."""
+    program = """
+        import os, mpsd
+        own = mpsd.current()
+        print(own.holder == os.getpid(), own.is_held_here)
+        try:
+            mpsd.lease(fraction=0.25, gpu=own.uuid).open()
+        except mpsd.errors.InvalidRequestError as error:
+            print(error.detail == f"this process holds {own.id} on the same GPU, and mpsd would take it for a client"
+                  " of that one", "mpsd.current()" in error.hint)
+        if os.fork() == 0:
+            with mpsd.lease(fraction=0.25, gpu=own.uuid) as lease:
+                print(lease.is_held_here, flush=True)
+            os._exit(0)
+        os.wait()
+        print(len(mpsd.Client().leases()["leases"]))
+    """
+    done = node.mpsctl("run", "--fraction", "0.25", "--", sys.executable, "-c", dedent(program))
+    assert done.stdout.splitlines() == ["True True", "True True", "True", "1"], done.stderr
 
 
 def test_only_for_others(client: Client) -> None:

@@ -131,7 +131,16 @@ SLOW_TO_IMPORT: Final = frozenset(
 )
 """The modules that `mpsctl` starts without: each of these costs a caller more than the whole of click."""
 
-LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web", "mpsd.client.async_")
+LATE: Final = (
+    "mpsd.cli.doctor_run",
+    "mpsd.cli.web",
+    "mpsd.client.async_",
+    "mpsd.client.ends",
+    "mpsd.client.pool",
+    "mpsd.client.processes",
+    "mpsd.client.starter",
+    "mpsd.client.worker",
+)
 """The modules that one command of mpsctl, or one name of mpsd, alone imports, when it is used: they may be slow to
 import."""
 

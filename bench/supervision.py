@@ -147,7 +147,7 @@ def status(control: str, root: Path) -> Iterator[Result]:
     yield Result("mpsctl doctor against python -c pass", looked, theirs, at_most=28)
     yield Result("import mpsd against python -c pass", imported, theirs, at_most=3)
     yield Result("import mpsd and mpsd.lease against python -c pass", blocking, theirs, at_most=5)
-    yield Result("import mpsd and mpsd.AsyncClient against python -c pass", later, theirs, at_most=15)
+    yield Result("import mpsd and mpsd.AsyncClient against python -c pass", later, theirs, at_most=8)
 
 
 def idle(control: str, root: Path) -> Iterator[Result | Figure]:

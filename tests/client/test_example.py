@@ -1,9 +1,16 @@
 """The examples in the client's own descriptions work as they stand."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from textwrap import dedent
+
+import pytest
 
 import mpsd.client
 import mpsd.client.lease
+from tests.cli.conftest import ROOT
 from tests.client.programs import printed
 from tests.node import Node
 
@@ -33,3 +40,23 @@ def test_lease(node: Node) -> None:
     assert (granted["gpus"], granted["pinned_device_mem_limit"]) == ([uuid], int(memory))
     assert last == "ended"
     assert ended["because"].endswith("released it")
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("spawn", " 3"), ("Pool", f"{sum(number**2 for number in range(100))}"), ("process", f"{20352 << 20}")],
+)
+def test_examples_of_processes(node: Node, short_tmp: Path, name: str, end: str) -> None:
+    """Each is a program of its own, beside a `train.py` that exits with 3; afterwards there is no lease."""
+    lines = getattr(mpsd, name).__doc__.splitlines()
+    program = dedent("\n".join(line for line in lines if line.startswith("        ") or not line))
+    (short_tmp / "train.py").write_text("import os, sys; sys.exit(3 if 'MPSD_LEASE' in os.environ else 1)")
+    (short_tmp / "example.py").write_text(f"import mpsd\n{program}")
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}", "MPSD_SOCKET": f"{node.socket}"},
+        capture_output=True, text=True, check=False, cwd=short_tmp,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{end}\n")
+    assert not node.leases()

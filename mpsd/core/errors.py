@@ -363,6 +363,12 @@ class UntrustedSocketError(MpsdError):
     exit_code = 77
 
 
+class JobFailedError(MpsdError):
+    """A rank of a job missed MPS or its start, or the job's mpsd ended, so `mpsctl job` ends all ranks of the node."""
+
+    code = "job_failed"
+
+
 class InternalError(MpsdError):
     """mpsd has a defect; its log has the details."""
 

@@ -110,9 +110,9 @@ class Pool(ProcessPoolExecutor):
         """End the workers after what was submitted, and then the lease; without `wait`, in the background."""
         super().shutdown(wait, cancel_futures=cancel_futures)
         if not wait:
-            self._release()
-        elif self._release.detach():
-            self._knowledge.release()
+            self._release()  # once, as all calls of it
+        elif released := self._release():
+            released.join()
 
     def end(self) -> None:
         """End the workers and the lease at once: mpsd ends their work on the GPU, which spares their neighbours."""
@@ -161,8 +161,11 @@ class _Knowledge:
             self._lease.close()
 
 
-def _release_in_background(knowledge: _Knowledge) -> None:
-    threading.Thread(target=knowledge.release, name="mpsd-release", daemon=True).start()
+def _release_in_background(knowledge: _Knowledge) -> threading.Thread:
+    """Release a lease in a thread, which KeyboardInterrupt does not reach, and return the thread."""
+    thread = threading.Thread(target=knowledge.release, name="mpsd-release", daemon=True)
+    thread.start()
+    return thread
 
 
 def _why(lease: Lease, workers: Sequence[Worker]) -> str:
@@ -236,12 +239,13 @@ def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            future = None
             with Pool(1, **request) as pool:
-                future = pool.submit(_call, place, args, kwargs)
                 try:
+                    future = pool.submit(_call, place, args, kwargs)
                     return cast("T", future.result())
                 finally:
-                    if not future.done():  # the wait was interrupted
+                    if future is None or not future.done():  # it was interrupted
                         pool.end()
 
         return call

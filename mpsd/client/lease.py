@@ -244,7 +244,8 @@ class Lease:
         `sets_environment`: whether this process itself is to use it; otherwise it holds the lease for those that it
         starts with `environment` or `environments`.
 
-        Raises CudaInitializedError, before anything is taken, where CUDA is initialised in this process already; and
+        Raises CudaInitializedError, before anything is taken, where CUDA is initialised in this process already;
+        InvalidRequestError where another process is to hold it, or where this one holds a lease on the same GPU; and
         the errors of `Client.admit`: UnreachableError without mpsd, DoesNotFitError, NeverFitsError, and others.
         """
         self._open(sets_environment=sets_environment)
@@ -253,9 +254,14 @@ class Lease:
     def _open(self, *, sets_environment: bool) -> None:
         if self.state != "new":
             raise RuntimeError(f"{self!r} cannot be opened again: make another by mpsd.lease()")
+        request = self._request
         if sets_environment:
             _refuse_initialised()
-        request = self._request
+            if (holder := request.get("pid", os.getpid())) != os.getpid():
+                raise InvalidRequestError(
+                    f"pid {holder} is to hold the lease, so that this process is no part of it",
+                    hint="open(sets_environment=False) takes a lease for another process, which needs its environment",
+                )
         if "connections" not in request and (connections := own_connections(os.environ)) is not None:
             request = {**request, "connections": connections}
         contact = _Contact()

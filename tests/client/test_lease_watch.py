@@ -98,6 +98,7 @@ def test_draining_and_the_end(make_node: Start, heard: Heard) -> None:
     assert (heard.draining, heard.ending, lease.is_held_here) == ([lease.id], [0.0], False)
     lease.close()
     beside.close()
+    wait_until(lambda: not watchers(), what="the other thread to end")
     assert heard.ending == [0.0]
 
 

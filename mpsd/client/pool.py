@@ -102,6 +102,7 @@ class Pool(ProcessPoolExecutor):
         except BrokenProcessPool as error:
             self._knowledge.explain(error)
             raise
+        self._knowledge.end_beside_a_dead_one()
         future.__class__ = _Result  # the executor makes it itself, and its threads set it
         cast("_Result[T]", future).knowledge = self._knowledge
         return future
@@ -129,6 +130,8 @@ class _Knowledge:
         self._workers = workers
         self._lock = threading.Lock()
         self._why = ""
+        self._seen = 0
+        """The number of workers at the last look for a dead one."""
 
     def explain(self, error: BrokenProcessPool) -> None:
         """Add to an error, once, why workers are gone."""
@@ -145,6 +148,21 @@ class _Knowledge:
             end_clients(self._lease)
         for each in self._workers:
             with contextlib.suppress(ValueError, AttributeError):  # it was closed, or never started
+                each.kill()
+
+    def end_beside_a_dead_one(self) -> None:
+        """End the workers where one is dead, after a start of another.
+
+        Python 3.11's executor ends those that it knows, and then waits for all, for ever for one that started meanwhile
+        (https://github.com/python/cpython/issues/94777 and 105829).
+        """
+        if len(self._workers) == self._seen:
+            return
+        self._seen = len(self._workers)
+        started = [each for each in self._workers if each.pid is not None]
+        dead = wait([each.sentinel for each in started], timeout=0)
+        if any(each.sentinel in dead and _status(each) for each in started):
+            for each in started:
                 each.kill()
 
     def release(self) -> None:
@@ -170,10 +188,7 @@ def _release_in_background(knowledge: _Knowledge) -> threading.Thread:
 
 def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     """Say how the first workers ended, and what mpsd knows about that."""
-    end = time.monotonic() + _REAPED
-    while any(each.exitcode is None for each in workers) and time.monotonic() < end:
-        time.sleep(_LOOK)  # the executor ends the others by SIGTERM, and waits for all
-    gone = [each for each in workers if each.exitcode]
+    gone = [each for each in workers if _status(each)]  # the executor ends the others by SIGTERM
     gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
     said = ", and ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
     try:
@@ -183,6 +198,14 @@ def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     if facts:
         return f"{said}; mpsd: {'; '.join(facts)}"
     return said if lease.is_whole_gpu else f"{said}; mpsd did not end it, and {lease.id} lives"
+
+
+def _status(worker: Worker) -> int | None:
+    """Return the exit status of a worker that is gone, which another thread may be about to take from the kernel."""
+    end = time.monotonic() + _REAPED
+    while worker.exitcode is None and time.monotonic() < end:
+        time.sleep(_LOOK)
+    return worker.exitcode
 
 
 def _ended(status: int | None) -> str:

@@ -195,17 +195,15 @@ def record(directory: Path) -> list[Line]:
         assert holders() == before
 
         shell.note("A stranger changes a limit behind mpsd's back. mpsd sets it again, and reports the command.")
-        shell.run("echo set_default_active_thread_percentage 90 | nvidia-cuda-mps-control")
-
-        def undone() -> object:
-            if not node.events("foreign_command"):  # mpsd's own question had the daemon's one seat
-                node.ask("gpu0", "set_default_active_thread_percentage 90")
-            return node.events("limit_drift_ended")
-
-        wait_until(undone, what="mpsd to undo the command")
+        command = "set_default_active_thread_percentage 90"
+        shell.run(f"echo {command} | nvidia-cuda-mps-control")
+        if f"Cmd:{command}\n" not in node.control_log("gpu0").read_text():  # mpsd's own question had the one seat
+            node.ask("gpu0", command)
+        wait_until(lambda: node.events("limit_drift_ended"), what="mpsd to undo the command")
         events = shell.run("mpsctl events -n 2")
         folded = " ".join(line.strip() for line in events)  # it may be folded
-        assert "set_default_active_thread_percentage 90" in folded, events
+        assert command in folded, events
+        assert "set it back" in folded, events
 
         shell.note("Both clients computed all the time.")
         steps = _steps(directory)

@@ -110,6 +110,7 @@ class Pool(ProcessPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
         """End the workers after what was submitted, and then the lease; without `wait`, in the background."""
         super().shutdown(wait, cancel_futures=cancel_futures)
+        self._knowledge.is_joined = self._knowledge.is_joined or wait
         if not wait:
             self._release()  # once, as all calls of it
         elif released := self._release():
@@ -130,6 +131,8 @@ class _Knowledge:
         self._workers = workers
         self._lock = threading.Lock()
         self._why = ""
+        self.is_joined = False
+        """Whether the executor has waited for the workers that it knows."""
         self._seen = 0
         """The number of workers at the last look for a dead one."""
 
@@ -146,8 +149,11 @@ class _Knowledge:
             self._why = self._why or "the pool was ended"
         if self._lease.id:
             end_clients(self._lease)
+        self._kill()
+
+    def _kill(self) -> None:
         for each in self._workers:
-            with contextlib.suppress(ValueError, AttributeError):  # it was closed, or never started
+            if each.pid is not None:
                 each.kill()
 
     def end_beside_a_dead_one(self) -> None:
@@ -162,13 +168,14 @@ class _Knowledge:
         started = [each for each in self._workers if each.pid is not None]
         dead = wait([each.sentinel for each in started], timeout=0)
         if any(each.sentinel in dead and _status(each) for each in started):
-            for each in started:
-                each.kill()
+            self._kill()
 
     def release(self) -> None:
         """Release the lease once the workers have ended; a forked child has neither."""
         if not self._lease.is_held_here:
             return
+        if self.is_joined:
+            self._kill()  # one that the executor does not know: its start was interrupted
         for each in self._workers:
             with contextlib.suppress(ValueError):  # it was never started
                 wait([each.sentinel])

@@ -60,7 +60,9 @@ def test_group_that_was_given_up(node: Node) -> None:
             assert caller.admit(**SMALL, gpu="0" if caller is member else "1").status == 201
         over(member.admit(**SMALL, gpu="0"), "leases")
         assert other.admit(**SMALL, gpu="1").status == 201
-    wait_until(lambda: node.leases() == [], what="the leases to end with their holders: they would count in other tests")
+    wait_until(
+        lambda: node.leases() == [], what="the leases to end with their holders: they would count in other tests"
+    )
 
 
 @needs_root

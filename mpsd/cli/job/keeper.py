@@ -242,7 +242,7 @@ class Keeper:
             self._dismiss(member)
             group = self._coming()
             if group is not None and request["rank"] not in _numbers(group):  # it lacks this rank, so it cannot start
-                self._fail(group, error)
+                self._fail(group, error, come=request["rank"])
             return
         if request["rank"] is None:
             request["rank"] = next(number for number in range(group.size) if number not in _numbers(group))
@@ -296,10 +296,10 @@ class Keeper:
         waiting = [each for each in self._groups if each.phase in {"coming", "probing", "leaving"}]
         return waiting[0] if waiting and (waiting[0].outer or not running) else None
 
-    def _fail(self, group: _Group, error: MpsdError) -> None:
-        """End all ranks of a group with one sentence, those that come later too."""
+    def _fail(self, group: _Group, error: MpsdError, *, come: int | None = None) -> None:
+        """End all ranks of a group with one sentence, those that come later too; `come` has heard it already."""
         if group.phase == "coming":
-            self._failed, self._missing = error, {*range(group.size)} - _numbers(group)
+            self._failed, self._missing = error, {*range(group.size)} - _numbers(group) - {come}
             self._idle_at = time.monotonic() + _LATE if self._missing else 0.0
         group.phase = "failed"
         for member in group.members:

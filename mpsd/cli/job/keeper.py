@@ -240,9 +240,9 @@ class Keeper:
         except MpsdError as error:
             member.fail(error)
             self._dismiss(member)
-            group = self._coming()
-            if group is not None and request["rank"] not in _numbers(group):  # it lacks this rank, so it cannot start
-                self._fail(group, error, come=request["rank"])
+            others = self._coming()
+            if others is not None and request["rank"] not in _numbers(others):  # they lack this rank, and cannot start
+                self._fail(others, error, come=request["rank"])
             return
         if request["rank"] is None:
             request["rank"] = next(number for number in range(group.size) if number not in _numbers(group))

@@ -216,12 +216,18 @@ class Bench:
 
     def hanging_front_end(self, *lines: str) -> None:
         """Give these commands in a front-end which must not end for a while after the last one; then kill it."""
-        front_end, last = self.open_front_end(), f"Cmd:{lines[-1]}"
+        front_end, given = self.open_front_end(), {f"Cmd:{line}" for line in lines}
+
+        def has_all() -> bool:
+            log = self.log()
+            latest = log[::-1].index("NEW UI") if "NEW UI" in log else 0
+            return given <= {*log[len(log) - latest :]}
+
         assert front_end.stdin is not None
         front_end.stdin.write("".join(f"{line}\n" for line in lines).encode())
         front_end.stdin.close()
         front_end.stdin = None
-        wait_until(lambda: last in self.log(), what=f"{last!r} in the log")
+        wait_until(has_all, what=f"{given} in the log")
         with pytest.raises(subprocess.TimeoutExpired):
             front_end.wait(0.3)
         front_end.kill()

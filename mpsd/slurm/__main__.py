@@ -53,7 +53,7 @@ def _as_user() -> int:
     try:
         sys.stdout.write(hooks.task_prolog(_settings(), os.environ))
     except MpsdError as error:
-        hooks.said(error, error.hint)
+        sys.stdout.write(hooks.refusal(error))  # slurmstepd drops what comes to stderr
         return 1
     return 0
 

@@ -32,6 +32,9 @@ _ANSWER: Final = 5.0
 _UNTAKEN: Final = 1e6
 """Seconds until a lease ends that no task of the job has taken: an allocation may be idle for days. Epilog ends it."""
 
+_NOTICED: Final = 1.0
+"""Seconds within which mpsd sees that a control group is gone."""
+
 _MOST_LATE: Final = 16
 """Maximum jobs of which one hook ends what an Epilog without mpsd could not."""
 
@@ -202,6 +205,11 @@ def _taken(api: Client, lease: str, token: str) -> "answer_types.Lease":
     """
     try:
         return api.hold(lease, {"token": token, "pid": os.getppid()}, deadline=2 * _ANSWER)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"the lease of this job has ended: {error.detail}",
+            hint="submit the job again; where it ended between two steps, PrologFlags lacks Contain",
+        ) from error
     except AlreadyClaimedError:
         return api.hold(lease, {"pid": os.getppid()}, deadline=2 * _ANSWER)
 
@@ -216,7 +224,10 @@ def epilog(settings: Settings, environment: Mapping[str, str]) -> None:
     """
     job, records = jobs.of(environment), Records(settings.state_dir)
     record = records.read(job.id)
-    if record is None or record.identity != job.identity:
+    if record is None:
+        return
+    if record.identity != job.identity:
+        _forget_ended(settings, records, record)
         return
     records.forget_task(job.id)
     if not record.request_ids:
@@ -227,6 +238,17 @@ def epilog(settings: Settings, environment: Mapping[str, str]) -> None:
         _end(api, record, settings.grace)
         records.remove(job.id)
         end_late(settings, api)
+
+
+def _forget_ended(settings: Settings, records: Records, record: Record) -> None:
+    """Forget a job by the Epilog of another one with the same id, where its leases have ended with its processes.
+
+    The Epilog of a job that is requeued may have the start time of the next run. Raises MpsdError and OSError.
+    """
+    until = time.monotonic() + _NOTICED
+    with Client(settings.socket, deadline=_ANSWER) as api:
+        if record.leases and all(waiting.ended(api, each, until=until) for each in record.leases):
+            records.remove(record.job)
 
 
 def end_late(settings: Settings, api: Client) -> None:
@@ -249,6 +271,12 @@ def _end(api: Client, record: Record, grace: float) -> None:
     until = time.monotonic() + grace
     for each in leases:
         waiting.ended(api, each, until=until)
+
+
+def refusal(error: MpsdError) -> str:
+    """Return the lines by which TaskProlog has slurmstepd print why a task may not run."""
+    lines = [f"mpsd: {error.detail} [{error.code}]", *([f"  hint: {error.hint}"] if error.hint else [])]
+    return "".join(f"print {' '.join(each.splitlines())}\n" for each in lines)
 
 
 def said(error: Exception, hint: str = "") -> None:

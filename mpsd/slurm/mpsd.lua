@@ -3,11 +3,11 @@
 -- It refuses requests for shares of a GPU that can never run, and writes what a job was granted at submission to the
 -- start of the job's comment, where Prolog reads it:
 --
---     mpsd:threads=25,memory=8589934592 the user's own comment
+--     mpsd:threads=12.5,memory=8589934592 the user's own comment
 --
--- Slurm gives Prolog neither a count of shards nor that of a countable GRES. `memory` is in bytes, and is left out where
--- the user named none: the lease then has memory in proportion to the threads, of the GPU that the job gets. Whatever a
--- user's own comment says after "mpsd:" is removed, at submission and whenever the comment is changed.
+-- Slurm gives Prolog neither a count of shards nor that of a countable GRES. `threads` is a percentage. `memory` is in
+-- bytes, and left out where the user named none: the lease then has memory in proportion to its threads, of the GPU that
+-- the job gets. Whatever a user's own comment says after "mpsd:" is removed, at submission and at each change of it.
 --
 -- In job_submit.lua:
 --
@@ -54,8 +54,12 @@ local function requests(list)
     return found
 end
 
+-- Slurm shows a user messages about a new job alone, and drops those about a change of one.
+local shows = true
+
 local function say(...)
-    slurm.log_user("%s", "mpsd: " .. string.format(...))
+    local show = shows and slurm.log_user or slurm.log_info
+    show("%s", "mpsd: " .. string.format(...))
 end
 
 local function refuse(...)
@@ -101,7 +105,8 @@ local function judged(job)
         local most = math.floor(mpsd.gpu_memory / UNITS.G)
         return refuse("%s is more than a GPU has (%s:%dG), and can never run", memory.text, mpsd.memory, most)
     end
-    return slurm.SUCCESS, {threads = share.amount * 100 / whole, memory = memory and memory.amount, text = share.text}
+    local threads = math.max(math.floor(share.amount * 1000 / whole) / 10, 0.1)
+    return slurm.SUCCESS, {threads = threads, memory = memory and memory.amount, text = share.text}
 end
 
 -- The text of a user's own comment: nothing of it can be taken for ours.
@@ -115,7 +120,7 @@ local function own(text)
 end
 
 local function written(wanted)
-    local text = string.format("mpsd:threads=%.4g", wanted.threads)
+    local text = string.format("mpsd:threads=%g", wanted.threads)
     if wanted.memory == nil then return text end
     return text .. string.format(",memory=%.0f", wanted.memory)
 end
@@ -128,7 +133,7 @@ end
 -- Asks Slurm to schedule the memory that a share gets where its user named none, and says so.
 local function filled(job, wanted)
     if wanted.memory ~= nil then return end
-    local part = string.format("%.4g %% of the GPU's memory", wanted.threads)
+    local part = string.format("%g %% of the GPU's memory", wanted.threads)
     if mpsd.memory ~= nil and mpsd.gpu_memory ~= nil then
         local list = job.tres_per_node
         local bytes = math.floor(mpsd.gpu_memory * wanted.threads / 100)
@@ -144,6 +149,7 @@ end
 
 -- Judge a new job; for slurm_job_submit.
 function mpsd.submit(job)
+    shows = true
     local comment = field(job, "comment")
     local status, wanted = judged(job)
     if status ~= slurm.SUCCESS then return status end
@@ -159,6 +165,7 @@ end
 -- Judge a change of a job; for slurm_job_modify. A changed comment keeps what was granted, and a changed request
 -- replaces it.
 function mpsd.modify(job, record)
+    shows = false
     local comment, present = field(job, "comment"), field(record, "comment") or ""
     local ours = string.match(present, "^mpsd:%S+") or ""
     local status, wanted = judged(job)

@@ -13,7 +13,8 @@ GIB: Final = 1024**3
 
 _SLURM: Final = """
 messages = {}
-slurm = {SUCCESS = 0, ERROR = -1, log_user = function(...) table.insert(messages, string.format(...)) end}
+slurm = {SUCCESS = 0, ERROR = -1, log_info = function(...) table.insert(messages, string.format(...)) end,
+    log_user = function(...) table.insert(messages, string.format(...)) end}
 -- As Slurm's own records: a field that is not known is an error, not nil.
 local function record_of(fields, known)
     return setmetatable({}, {

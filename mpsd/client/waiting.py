@@ -8,15 +8,17 @@ request: it gets the lease that the lost answer was about, and no second one.
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from mpsd.client.client import Client
-from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+from mpsd.core.errors import MpsdError, NotFoundError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
+
+T = TypeVar("T")
 
 BRIDGED: Final = 10.0
 """Seconds for which an mpsd that never answered is waited for, and the answer to a request that was sent: without
@@ -24,6 +26,9 @@ socket activation, none listens while mpsd is restarted."""
 
 _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
+
+_LOOK_AGAIN: Final = 0.02
+"""Seconds before the second look whether a lease has ended; each further pause is twice as long."""
 
 _ASK_AT_LAST: Final = 1.0
 """Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
@@ -108,3 +113,37 @@ def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool
                 another.release(lease["id"])
                 return True
     return False
+
+
+def answered(ask: Callable[[], T], *, until: float) -> T:
+    """Return what `ask` returns, again until this time of the monotonic clock while mpsd is gone or about to be.
+
+    Raises the errors of `ask`.
+    """
+    pause = _ASK_AGAIN
+    while True:
+        try:
+            return ask()
+        except (UnreachableError, StoppingError) as error:
+            if time.monotonic() >= until or not error.retryable:
+                raise
+        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
+        pause = min(pause * 2, _ASK_AT_LAST)
+
+
+def ended(client: Client, lease: str, *, until: float) -> bool:
+    """Wait until a lease has ended, until this time of the monotonic clock, and tell whether it has.
+
+    Raises the errors of `Client.lease`, except that a lease that mpsd has forgotten has ended.
+    """
+    pause = _LOOK_AGAIN
+    while True:
+        try:
+            if client.lease(lease)["state"] == "ended":
+                return True
+        except NotFoundError:
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
+        pause = min(pause * 2, _ASK_AT_LAST)

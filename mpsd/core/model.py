@@ -137,6 +137,8 @@ class Claim(Struct, frozen=True):
     """The uid whose processes alone can take it; None: any uid."""
     deadline: float | None = None
     """The end of that time, in seconds of the clock that does not jump; None before the grant."""
+    groups: tuple[str, ...] = ()
+    """Names of control groups: where a process takes it, the innermost group of such a name around it is the holder."""
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

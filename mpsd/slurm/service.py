@@ -38,8 +38,8 @@ _SETTLES: Final = 15.0
 does mpsd."""
 
 _FIRST: Final = 5.0
-"""Seconds until the second writing of a job's AdminComment; each further pause is twice as long, up to _SLOW. Slurm takes
-none once a job has ended."""
+"""Seconds until the second writing of a job's AdminComment; each further pause is twice as long, up to _SLOW. Slurm
+takes none once a job has ended."""
 
 _SAID: Final = "node"
 """The file with the reason that the node was drained with."""

@@ -58,9 +58,7 @@ class SlurmPrograms:
         if found is None:
             raise UnreachableError(f"Slurm's program {name} is not here", hint="install Slurm's client programs")
         try:
-            done = asyncio.run(
-                process.run((found, *arguments), env=self._environment, stdin=b"", seconds=_SECONDS)
-            )
+            done = asyncio.run(process.run((found, *arguments), env=self._environment, stdin=b"", seconds=_SECONDS))
         except OSError as error:
             raise UnreachableError(f"{name} could not be started: {error}", hint="see the log of the system") from None
         if done.returncode != 0:

@@ -1,7 +1,7 @@
 """mpsd.lua under real Lua, in each version that Debian's builds of Slurm are linked with, without Slurm."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,17 +37,17 @@ class Plugin:
         self._lua.execute(_SLURM)
         self.module: Any = self._lua.execute(SCRIPT.read_text(encoding="utf-8"))
 
-    def submit(self, *, old: bool = False, **fields: str) -> dict[str, Any] | str:
+    def submit(self, fields: Mapping[str, str], *, old: bool = False) -> dict[str, Any] | str:
         """Return the fields of the job that was let in, or the message of the refusal."""
         table = self._lua.table_from(fields)
         return self._outcome(self.module.submit(self._lua.globals().new_record(table, old)), table)
 
-    def modify(self, present: str | None, **fields: str) -> dict[str, Any] | str:
+    def modify(self, present: str | None, fields: Mapping[str, str]) -> dict[str, Any] | str:
         """Change a job that has this comment; return the changed fields, or the message of the refusal."""
         table = self._lua.table_from(fields)
         new_record = self._lua.globals().new_record
-        record = new_record(self._lua.table_from({} if present is None else {"comment": present}), False)  # noqa: FBT003
-        return self._outcome(self.module.modify(new_record(table, False), record), table)  # noqa: FBT003
+        record = new_record(self._lua.table_from({} if present is None else {"comment": present}), False)
+        return self._outcome(self.module.modify(new_record(table, False), record), table)
 
     @property
     def messages(self) -> list[str]:
@@ -62,16 +62,16 @@ class Plugin:
 
 
 @pytest.fixture(params=["lua51", "lua53", "lua54", "luajit21"])
-def plugin(request: pytest.FixtureRequest) -> Iterator[Plugin]:
+def plugin(request: pytest.FixtureRequest) -> Plugin:
     found = Plugin(request.param)
     found.module.gpu_memory = 80 * GIB
-    yield found
+    return found
 
 
 @pytest.mark.parametrize("written", ["gres:mps:25", "gres/mps:25", "mps:25", "gres/mps=25", "gres/mps:a100:25"])
 def test_a_share_goes_into_the_comment(plugin: Plugin, written: str) -> None:
     """Each spelling of Slurm's versions counts, and memory that was not asked for is scheduled in proportion."""
-    job = plugin.submit(tres_per_node=written)
+    job = plugin.submit({"tres_per_node": written})
     assert isinstance(job, dict)
     assert job["comment"] == "mpsd:threads=25"
     assert job["tres_per_node"].startswith(f"{written},gres")
@@ -82,7 +82,7 @@ def test_a_share_goes_into_the_comment(plugin: Plugin, written: str) -> None:
 @pytest.mark.parametrize("mark", [":", "/"])
 def test_memory_goes_into_the_comment(plugin: Plugin, mark: str) -> None:
     written = f"gres{mark}gpu:0,gres{mark}mps:25,gres{mark}gpumem:8G"
-    assert plugin.submit(tres_per_node=written) == {
+    assert plugin.submit({"tres_per_node": written}) == {
         "tres_per_node": written,
         "comment": f"mpsd:threads=25,memory={8 * GIB}",
     }
@@ -90,10 +90,10 @@ def test_memory_goes_into_the_comment(plugin: Plugin, mark: str) -> None:
 
 
 def test_shards_are_parts_of_a_gpu(plugin: Plugin) -> None:
-    job = plugin.submit(tres_per_node="gres/shard:3")
+    job = plugin.submit({"tres_per_node": "gres/shard:3"})
     assert isinstance(job, dict)
     assert job["comment"] == "mpsd:threads=75"
-    assert plugin.submit(tres_per_node="gres/shard") == {
+    assert plugin.submit({"tres_per_node": "gres/shard"}) == {
         "tres_per_node": "gres/shard,gres/gpumem:20480M",
         "comment": "mpsd:threads=25",
     }
@@ -102,18 +102,19 @@ def test_shards_are_parts_of_a_gpu(plugin: Plugin) -> None:
 def test_counts_of_another_size(plugin: Plugin) -> None:
     """A site that counts mps in GiB has as many per GPU as that has memory."""
     plugin.module.per_gpu.mps, plugin.module.memory = 80, None
-    assert plugin.submit(tres_per_node="gres/mps:10") == {
+    assert plugin.submit({"tres_per_node": "gres/mps:10"}) == {
         "tres_per_node": "gres/mps:10",
         "comment": "mpsd:threads=12.5",
     }
     assert "12.5 %" in plugin.messages[-1]
-    assert "mps:81" in str(plugin.submit(tres_per_node="gres/mps:81"))
+    assert "mps:81" in str(plugin.submit({"tres_per_node": "gres/mps:81"}))
 
 
 def test_jobs_without_a_share_are_left_alone(plugin: Plugin) -> None:
-    for fields in ({}, {"tres_per_node": "gres/gpu:2"}, {"tres_per_node": "gres/mps:0"}, {"comment": "a run"}):
-        assert plugin.submit(**fields) == fields
-        assert plugin.submit(old=True, **fields) == fields
+    none: list[dict[str, str]] = [{}, {"comment": "a run"}]
+    for fields in (*none, {"tres_per_node": "gres/gpu:2"}, {"tres_per_node": "gres/mps:0"}):
+        assert plugin.submit(fields) == fields
+        assert plugin.submit(fields, old=True) == fields
     assert not plugin.messages
 
 
@@ -132,7 +133,7 @@ def test_jobs_without_a_share_are_left_alone(plugin: Plugin) -> None:
     ],
 )
 def test_what_can_never_run_is_refused(plugin: Plugin, written: str, said: str) -> None:
-    answer = plugin.submit(tres_per_node=written)
+    answer = plugin.submit({"tres_per_node": written})
     assert isinstance(answer, str)
     assert answer.startswith(f"mpsd: {said}")
 
@@ -140,8 +141,8 @@ def test_what_can_never_run_is_refused(plugin: Plugin, written: str, said: str) 
 @pytest.mark.parametrize("where", ["tres_per_job", "tres_per_socket", "tres_per_task"])
 @pytest.mark.parametrize("what", ["gres/mps:25", "gres:shard:1", "cpu:2,gres/gpumem=8G"])
 def test_every_field_is_looked_at(plugin: Plugin, where: str, what: str) -> None:
-    assert "--gres=" in str(plugin.submit(**{where: what}))
-    assert plugin.submit(**{where: "gres/gpu:1"}) == {where: "gres/gpu:1"}
+    assert "--gres=" in str(plugin.submit({where: what}))
+    assert plugin.submit({where: "gres/gpu:1"}) == {where: "gres/gpu:1"}
 
 
 FORGED: Final = [
@@ -158,44 +159,44 @@ FORGED: Final = [
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_forged_comment_is_removed(plugin: Plugin, forged: str) -> None:
     """Of a user's own comment nothing is left that could be taken for ours, with a share and without one."""
-    job = plugin.submit(comment=forged)
+    job = plugin.submit({"comment": forged})
     assert isinstance(job, dict)
     assert "mpsd:" not in job["comment"].lower()
-    job = plugin.submit(comment=forged, tres_per_node="gres/mps:10")
+    job = plugin.submit({"comment": forged, "tres_per_node": "gres/mps:10"})
     assert isinstance(job, dict)
     assert job["comment"].split(" ")[0] == "mpsd:threads=10"
     assert job["comment"].lower().count("mpsd:") == 1
 
 
 def test_a_user_keeps_its_own_comment(plugin: Plugin) -> None:
-    job = plugin.submit(comment="for the paper, by mps", tres_per_node="gres/mps:10")
+    job = plugin.submit({"comment": "for the paper, by mps", "tres_per_node": "gres/mps:10"})
     assert isinstance(job, dict)
     assert job["comment"] == "mpsd:threads=10 for the paper, by mps"
 
 
 @pytest.mark.parametrize("forged", [*FORGED, "", "another"])
 def test_a_change_of_the_comment_keeps_what_was_granted(plugin: Plugin, forged: str) -> None:
-    job = plugin.modify("mpsd:threads=10,memory=1024 mine", comment=forged)
+    job = plugin.modify("mpsd:threads=10,memory=1024 mine", {"comment": forged})
     assert isinstance(job, dict)
     assert job["comment"].split(" ")[0] == "mpsd:threads=10,memory=1024"
     assert job["comment"].lower().count("mpsd:") == 1
-    job = plugin.modify("mine", comment=forged)
+    job = plugin.modify("mine", {"comment": forged})
     assert isinstance(job, dict)
     assert "mpsd:" not in job["comment"].lower()
 
 
 def test_a_change_of_the_request_replaces_it(plugin: Plugin) -> None:
-    assert plugin.modify("mpsd:threads=10 mine", tres_per_node="gres/mps:20,gres/gpumem:1G") == {
+    assert plugin.modify("mpsd:threads=10 mine", {"tres_per_node": "gres/mps:20,gres/gpumem:1G"}) == {
         "tres_per_node": "gres/mps:20,gres/gpumem:1G",
         "comment": f"mpsd:threads=20,memory={GIB} mine",
     }
-    assert plugin.modify("mpsd:threads=10 mine", tres_per_node="gres/gpu:1") == {
+    assert plugin.modify("mpsd:threads=10 mine", {"tres_per_node": "gres/gpu:1"}) == {
         "tres_per_node": "gres/gpu:1",
         "comment": "mine",
     }
-    assert "can never run" in str(plugin.modify("mpsd:threads=10", tres_per_node="gres/mps:101"))
+    assert "can never run" in str(plugin.modify("mpsd:threads=10", {"tres_per_node": "gres/mps:101"}))
 
 
 def test_other_changes_are_left_alone(plugin: Plugin) -> None:
-    assert plugin.modify("mpsd:threads=10") == {}
-    assert plugin.modify(None) == {}
+    assert plugin.modify("mpsd:threads=10", {}) == {}
+    assert plugin.modify(None, {}) == {}

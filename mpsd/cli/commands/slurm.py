@@ -82,7 +82,10 @@ def _as_json(results: "Sequence[Finding]") -> object:
 def _report(results: "Sequence[Finding]") -> str:
     lines = []
     for each in results:
-        lines += [f"{each.verdict:<7}  {as_here(plain(each.because))}", f"         remedy: {as_here(plain(each.remedy))}"]
+        lines += [
+            f"{each.verdict:<7}  {as_here(plain(each.because))}",
+            f"         remedy: {as_here(plain(each.remedy))}",
+        ]
     return "\n".join(lines or ["nothing is wrong: Slurm's shares are limits of mpsd's"])
 
 

@@ -70,7 +70,7 @@ def findings(seen: Seen) -> list[Finding]:
 def _types(seen: Seen) -> Iterator[Finding]:
     there = [each for each in seen.configuration.words("GresTypes") if each in _SHARED]
     if len(there) > 1:
-        because = "GresTypes has both mps and shard: with both, Slurm gives jobs with mps no GPU, beside jobs with shard"
+        because = "GresTypes has both mps and shard, with which Slurm tells no GPU of a job with mps"
         yield _fail(because, "keep one of them in GresTypes, in the Gres= of the nodes, and in gres.conf")
     elif not there:
         yield _fail("GresTypes has neither mps nor shard, so that no job can ask for a share", "GresTypes=gpu,mps")
@@ -147,8 +147,8 @@ def _times(seen: Seen) -> Iterator[Finding]:
     wait = seen.configuration.number("KillWait", _KILL_WAIT)
     if wait < seen.grace:
         because = (
-            f"KillWait={wait} is shorter than the {seen.grace:g} s that mpsd gives clients to end (grace in slurm.toml):"
-            " a client that is killed in a kernel can take its GPU's server with it"
+            f"KillWait={wait} is shorter than the {seen.grace:g} s that mpsd gives clients to end (grace in"
+            " slurm.toml): a client that is killed in a kernel can take its GPU's server with it"
         )
         yield _warn(because, f"KillWait={round(seen.grace + 0.5)}")
     timeout, needed = seen.configuration.number("PrologEpilogTimeout", _TIMEOUT), max(seen.wait, seen.grace) + 10

@@ -14,6 +14,8 @@ Line: TypeAlias = Mapping[str, str]
 _PAIR: Final = re.compile(r"(\w[\w.]*)\s*\+?=\s*(\"[^\"]*\"|\S*)")
 _INCLUDE: Final = re.compile(r"include\s+(\S+)\s*", re.IGNORECASE)
 _RANGE: Final = re.compile(r"(.*)\[([0-9,-]+)\](.*)")
+_ITEM: Final = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
+"""An item of a list with commas, in which brackets may have some of their own."""
 _NUMBER: Final = re.compile(r"([0-9]+)([KMGTP]?)", re.IGNORECASE)
 _FACTORS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 
@@ -26,7 +28,7 @@ def logical_lines(text: str) -> Iterator[str]:
         if bare.endswith("\\"):
             whole += bare[:-1] + " "
             continue
-        if (whole := (whole + bare).strip()):
+        if whole := (whole + bare).strip():
             yield whole
         whole = ""
     if whole.strip():
@@ -62,14 +64,17 @@ def resources(text: str) -> dict[str, int]:
 
 def files(pattern: str) -> list[str]:
     """Return the paths of a `File=`, in Slurm's order: `/dev/nvidia[0-2,5]` names four."""
-    match = _RANGE.fullmatch(pattern)
-    if match is None:
-        return [each for each in pattern.split(",") if each]
     found: list[str] = []
-    for part in match[2].split(","):
-        first, _, last = part.partition("-")
-        width = len(first) if first.startswith("0") else 0
-        found += [f"{match[1]}{each:0{width}d}{match[3]}" for each in range(int(first), int(last or first) + 1)]
+    for each in _ITEM.findall(pattern):
+        match = _RANGE.fullmatch(each)
+        if match is None:
+            found.append(each)
+            continue
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            width = len(first) if first.startswith("0") else 0
+            numbers = range(int(first), int(last or first) + 1)
+            found += [f"{match[1]}{number:0{width}d}{match[3]}" for number in numbers]
     return found
 
 
@@ -84,10 +89,6 @@ class Gres:
     nodes: str = ""
     """The nodes that it is for, as written; empty: all."""
     autodetect: str = ""
-
-    @property
-    def is_for_all_files(self) -> bool:
-        return not self.files
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def because(text: str, *, lasts: bool = False) -> Reason:
     return Reason(f"{PREFIX}{words}"[:_LONGEST], lasts)
 
 
-def change(node: NodeSeen, wanted: Reason | None, said: str) -> Reason | None | bool:
+def change(node: NodeSeen, wanted: Reason | None, said: str) -> Reason | bool | None:
     """Return the reason to drain a node with, None to resume it, or False to leave it.
 
     `said` is the reason that it was last drained with by us, empty where it was resumed: a node that somebody has
@@ -95,9 +95,7 @@ class Account(NamedTuple):
     """Bytes that its clients hold now; None where that is unknown."""
 
 
-def accounts(
-    leases: Iterable["answer_types.Lease"], clients: Iterable["answer_types.Client"]
-) -> Mapping[str, Account]:
+def accounts(leases: Iterable["answer_types.Lease"], clients: Iterable["answer_types.Client"]) -> Mapping[str, Account]:
     """Return what each job of Slurm has on this node, by its id."""
     held: dict[str, int | None] = {}
     for client in clients:

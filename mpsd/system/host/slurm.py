@@ -26,15 +26,12 @@ _LARGEST: Final = 2**20
 
 _PROGRAMS: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
 
-_SCRIPTS: Final = ("prolog", "taskprolog", "prologslurmctld", "epilog", "taskepilog", "srunprolog", "healthcheckprogram")
+_SCRIPTS: Final = ("Prolog", "TaskProlog", "PrologSlurmctld", "Epilog", "TaskEpilog", "SrunProlog")
 
 
 def folder(given: Path | None = None) -> Path:
     """Return the directory of slurm.conf: of `given`, its own. Raises ConfigurationError where there is none."""
-    if given is not None:
-        places = (given.parent if given.name == "slurm.conf" else given,)
-    else:
-        places = PLACES
+    places = PLACES if given is None else (given.parent if given.name == "slurm.conf" else given,)
     for each in places:
         if (each / "slurm.conf").exists():
             return each
@@ -58,9 +55,7 @@ def _lines(place: Path, path: Path, depth: int) -> Iterator[str]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigurationError(
-            f"{place / path} cannot be read: {error.strerror}", hint="call this as root"
-        ) from None
+        raise ConfigurationError(f"{place / path} cannot be read: {error.strerror}", hint="call this as root") from None
     for line in configuration.logical_lines(text):
         further = configuration.included(line)
         if further is None:

@@ -1,4 +1,4 @@
-"""The program `mpsd-slurm`: the hooks of slurmd.
+"""The program `mpsd-slurm`: the hooks of slurmd, its health check, and the service beside it.
 
 slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is.
 """
@@ -14,17 +14,24 @@ from mpsd.core.slurm.settings import FILE, Settings, parse
 CONFIG: Final = "MPSD_SLURM_CONFIG"
 """The variable with the path of another configuration file; slurmd's hooks have none, unless slurmd was started so."""
 
-_USAGE: Final = "usage: mpsd-slurm prolog|task-prolog|epilog"
+_USAGE: Final = "usage: mpsd-slurm prolog|task-prolog|epilog|health|service"
+
+_NAMES: Final = frozenset({"prolog", "task-prolog", "epilog", "health"})
+"""What slurmd runs, by the names of the links to this program."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one hook, and return its exit status: that of Prolog and Epilog is always 0, since Slurm drains the node."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        name = Path(sys.argv[0]).name
+        arguments = [name] if name in _NAMES else sys.argv[1:]
     match arguments:
         case ["prolog" | "epilog" as name]:
             return _as_root(name)
         case ["task-prolog"]:
             return _as_user()
+        case ["health" | "service" as name]:
+            return _beside(name)
     sys.stderr.write(f"{_USAGE}\n")
     return 2
 
@@ -38,7 +45,7 @@ def _settings() -> Settings:
 
 
 def _as_root(name: str) -> int:
-    from mpsd.slurm import hooks  # noqa: PLC0415 - a job without GPUs is told quickly
+    from mpsd.slurm import hooks
 
     try:
         getattr(hooks, name)(_settings(), os.environ)
@@ -48,7 +55,7 @@ def _as_root(name: str) -> int:
 
 
 def _as_user() -> int:
-    from mpsd.slurm import hooks  # noqa: PLC0415
+    from mpsd.slurm import hooks
 
     try:
         sys.stdout.write(hooks.task_prolog(_settings(), os.environ))
@@ -56,6 +63,16 @@ def _as_user() -> int:
         sys.stdout.write(hooks.refusal(error))  # slurmstepd drops what comes to stderr
         return 1
     return 0
+
+
+def _beside(name: str) -> int:
+    from mpsd.slurm import service
+
+    try:
+        return (service.run if name == "service" else service.check_health)(_settings(), os.environ)
+    except (MpsdError, OSError) as error:
+        sys.stderr.write(f"mpsd-slurm: {error}\n")
+        return error.exit_code if isinstance(error, MpsdError) else 1
 
 
 if __name__ == "__main__":

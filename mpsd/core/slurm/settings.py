@@ -31,6 +31,8 @@ class Settings(NamedTuple):
     """Seconds for which Epilog waits until the lease of a job has ended."""
     gres_conf: str = ""
     """Slurm's gres.conf; empty: beside slurm.conf."""
+    node: str = ""
+    """The name of this node in Slurm, for the service; empty: the host's, without its domain."""
 
 
 def _text(value: object) -> str:
@@ -78,6 +80,7 @@ PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "wait": _seconds,
     "grace": _seconds,
     "gres_conf": _path,
+    "node": _text,
 }
 
 

@@ -95,7 +95,7 @@ def _leases(
 ) -> list["answer_types.Lease"]:
     """Return the leases of a job, one for each of its GPUs, or none of them. Raises MpsdError."""
     until = time.monotonic() + settings.wait
-    gpus = _gpus(settings, environment, api, until)
+    gpus = waiting.through_a_restart(lambda: api.gpus()["gpus"], within=settings.wait)
     by_uuid = {each["uuid"]: each for each in gpus}
     order, by_minor = _order(settings, environment), _by_minor(gpus)
     leases: list[answer_types.Lease] = []
@@ -124,13 +124,6 @@ def _leases(
             api.release(each["id"])
         raise
     return leases
-
-
-def _gpus(
-    settings: Settings, environment: Mapping[str, str], api: Client, until: float
-) -> list["answer_types.Gpu"]:
-    """Return mpsd's GPUs; an mpsd that restarts is waited for. Raises MpsdError."""
-    return waiting.answered(lambda: api.gpus()["gpus"], until=until)
 
 
 def _order(settings: Settings, environment: Mapping[str, str]) -> list[int]:
@@ -185,8 +178,7 @@ def task_prolog(settings: Settings, environment: Mapping[str, str]) -> str:
     assert isinstance(tokens, list)  # noqa: S101 - likewise
     which = jobs.chosen(len(leases), environment)
     with Client(str(told["socket"]), deadline=_ANSWER) as api:
-        until = time.monotonic() + settings.wait
-        lease = waiting.answered(lambda: _taken(api, leases[which], tokens[which]), until=until)
+        lease = waiting.through_a_restart(lambda: _taken(api, leases[which], tokens[which]), within=settings.wait)
     variables = jobs.lowered(lease["env"], environment)
     if settings.socket != Settings().socket:
         variables["MPSD_SOCKET"] = settings.socket
@@ -245,9 +237,8 @@ def _forget_ended(settings: Settings, records: Records, record: Record) -> None:
 
     The Epilog of a job that is requeued may have the start time of the next run. Raises MpsdError and OSError.
     """
-    until = time.monotonic() + _NOTICED
     with Client(settings.socket, deadline=_ANSWER) as api:
-        if record.leases and all(waiting.ended(api, each, until=until) for each in record.leases):
+        if record.leases and all(waiting.ended(api, each, within=_NOTICED) for each in record.leases):
             records.remove(record.job)
 
 
@@ -270,12 +261,14 @@ def _end(api: Client, record: Record, grace: float) -> None:
             api.end(each)
     until = time.monotonic() + grace
     for each in leases:
-        waiting.ended(api, each, until=until)
+        waiting.ended(api, each, within=max(until - time.monotonic(), 0.0))
 
 
-def refusal(error: MpsdError) -> str:
+def refusal(error: Exception) -> str:
     """Return the lines by which TaskProlog has slurmstepd print why a task may not run."""
-    lines = [f"mpsd: {error.detail} [{error.code}]", *([f"  hint: {error.hint}"] if error.hint else [])]
+    lines = [f"mpsd: {error}"]
+    if isinstance(error, MpsdError):
+        lines = [f"mpsd: {error.detail} [{error.code}]", *([f"  hint: {error.hint}"] if error.hint else [])]
     return "".join(f"print {' '.join(each.splitlines())}\n" for each in lines)
 
 

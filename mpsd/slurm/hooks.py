@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from mpsd.client.client import Client
 from mpsd.client import waiting
+from mpsd.client.client import Client
 from mpsd.core import mps_facts
 from mpsd.core.errors import AlreadyClaimedError, MpsdError, NotFoundError, NotPermittedError, UnreachableError
 from mpsd.core.slurm import gres

@@ -63,7 +63,7 @@ place={place} root={root} prefix={prefix} closed={closed} project={project}
 if [ -n "$root" ]; then
     mount --bind "$root" "$root"
     for each in proc sys dev tmp; do mount --rbind /$each "$root/$each"; done
-    mkdir -p "$root$prefix" "$root$project"; mount --bind "$prefix" "$root$prefix"; mount --bind "$project" "$root$project"
+    for each in "$prefix" "$project"; do mkdir -p "$root$each"; mount --bind "$each" "$root$each"; done
 elif [ -n "$closed" ]; then
     mkdir -p "$place/prefix"; mount --bind "$prefix" "$place/prefix"
     mount -t tmpfs -o mode=755 tmpfs "$closed"
@@ -115,11 +115,11 @@ class Cluster:
 
     def write(self) -> None:
         """Write the configuration, and what belongs to it."""
-        for each in ("etc/slurm", "munge", "spool/ctld", "spool/slurmd", "log", "dev", "out", "hooks"):
-            (self.place / each).mkdir(parents=True)
+        for name in ("etc/slurm", "munge", "spool/ctld", "spool/slurmd", "log", "dev", "out", "hooks"):
+            (self.place / name).mkdir(parents=True)
         self.place.chmod(0o755)
-        for each in ("out", "log"):
-            (self.place / each).chmod(0o1777)
+        for name in ("out", "log"):
+            (self.place / name).chmod(0o1777)
         devices = [self.place / "dev" / f"nvidia{number}" for number in range(self.gpus)]
         for number, each in enumerate(devices):
             os.mknod(each, 0o666 | 0o020000, os.makedev(195, number))
@@ -186,7 +186,7 @@ class Cluster:
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         assert line == "ready\n", (line, (self.place / "log" / "keeper").read_text())
-        munge = "setpriv --reuid munge --regid munge --clear-groups munged --foreground".split()
+        munge = ["setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", "--foreground"]
         options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
         options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
         self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
@@ -277,11 +277,12 @@ class Cluster:
 
     def wait_for_state(self, job: int | str, *states: str, deadline: float = 30) -> str:
         """Wait until a job has one of these states, and return it."""
+
+        def reached() -> str | None:
+            return found if (found := self.state(job)) in states else None
+
         try:
-            return wait_until(
-                lambda: (found := self.state(job)) in states and found,
-                what=f"job {job} to be {' or '.join(states)}", deadline=deadline,
-            )  # fmt: skip
+            return wait_until(reached, what=f"job {job} to be {' or '.join(states)}", deadline=deadline)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.job(job)}\n{self.output(job)}\n{self.logs()}") from None
 

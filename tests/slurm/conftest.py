@@ -32,4 +32,4 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     found = getattr(item, "funcargs", {}).get("site")
     if call.when == "call" and call.excinfo is not None and isinstance(found, Site):
         report.sections.append(("the daemons", found.story()))  # type: ignore[attr-defined]
-    return report  # type: ignore[return-value]
+    return report

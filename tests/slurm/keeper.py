@@ -4,12 +4,13 @@ Commands come as lines of JSON on stdin: `{"start": [COMMAND, ...], "output": PA
 of stdin it ends all its descendants, and then itself.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import select
 import signal
-import sys
+from pathlib import Path
 from typing import Final
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -17,22 +18,17 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def _children(pid: int) -> list[int]:
-    found = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        pass  # it has ended: what it had started is this process's child now
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended: what it had started is this process's child now
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text(encoding="ascii").split())
     return found
 
 
 def _reap() -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def _end_all() -> None:
@@ -41,10 +37,8 @@ def _end_all() -> None:
         while children:
             pid = children.pop()
             children += _children(pid)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         _reap()
         select.select([], [], [], 0.01)
 
@@ -78,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), py
 def test_all_gpus_are_shared(place: Path, fork_server: ForkServer) -> None:
     """With all_sharing, jobs have shares of both GPUs, each under the GPU that Slurm named."""
     with site(place, fork_server, flags="all_sharing") as started, started.driven() as one, started.driven() as two:
-        jobs = [started.cluster.submit(user, each.script, "--gres=mps:60") for user, each in (("ann", one), ("bert", two))]
+        jobs = [
+            started.cluster.submit(user, each.script, "--gres=mps:60") for user, each in (("ann", one), ("bert", two))
+        ]
         answers = [each.answer() for each in (one, two)]
         assert len({each["gpu"] for each in answers}) == 2
         for job, each in zip(jobs, (one, two), strict=True):
@@ -68,7 +70,9 @@ def test_a_request_in_the_comment(place: Path, fork_server: ForkServer) -> None:
         # slurmctld was restarted, and 22.05 has forgotten the GPU.
         variables = ("env", "SLURM_JOB_ID=8", "SLURM_JOB_UID=3001", f"SLURM_JOB_COMMENT={comment}")
         started.cluster.root_run(*variables, hook)
-        done = started.cluster.run("ann", "env", "SLURM_JOB_ID=8", f"{hook.removesuffix('prolog')}task-prolog", check=False)
+        done = started.cluster.run(
+            "ann", "env", "SLURM_JOB_ID=8", f"{hook.removesuffix('prolog')}task-prolog", check=False
+        )
         assert done.returncode == 1
         assert re.search("^print mpsd: .* does not say of which", done.stdout)
         started.cluster.root_run(*variables, f"{hook.removesuffix('prolog')}epilog")

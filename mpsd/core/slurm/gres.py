@@ -45,11 +45,11 @@ def uuids_by_minor(information: Iterable[str]) -> dict[int, str]:
 
 def uuid_at(place: int, order: list[int], by_minor: Mapping[int, str]) -> str:
     """Return the UUID of the GPU at a place. Raises InvalidRequestError where there is none."""
-    minor = order[place] if place < len(order) else None if order else (sorted(by_minor)[place : place + 1] or [None])[0]
-    if minor is None or minor not in by_minor:
+    order = order or sorted(by_minor)
+    if place >= len(order) or order[place] not in by_minor:
         raise InvalidRequestError(
             f"Slurm's GPU {place} is none that mpsd knows",
             hint="compare gres.conf with mpsd's GPUs: mpsctl slurm check",
             limit="gpus",
         )
-    return by_minor[minor]
+    return by_minor[order[place]]

@@ -9,17 +9,19 @@ import sys
 
 TYPE_CHECKING = False  # typing has it too, and takes longer to import than all of this
 if TYPE_CHECKING:
+    from mpsd.client.async_client import AsyncClient
     from mpsd.client.client import Client
+    from mpsd.client.lease import Lease, Verification, WholeGpuWarning, current, lease
     from mpsd.core import errors
     from mpsd.core.errors import MpsdError
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "Lease", "MpsdError", "Pool", "Process"]
+__all__ = ["AsyncClient", "Client", "Lease", "MpsdError", "Pool", "Process", "Verification", "WholeGpuWarning"]
 __all__ += ["current", "errors", "lease", "process", "spawn"]
 
 _PLACES = {
-    **dict.fromkeys(("lease", "Lease", "current"), "mpsd.client.lease"),
+    **dict.fromkeys(("lease", "Lease", "Verification", "WholeGpuWarning", "current"), "mpsd.client.lease"),
     **dict.fromkeys(("spawn", "Process", "Pool", "process"), "mpsd.client.processes"),
     "AsyncClient": "mpsd.client.async_client",
     "Client": "mpsd.client.client",

@@ -3,41 +3,23 @@
 import contextlib
 import functools
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import click
 
 from mpsd.cli import tables
 from mpsd.cli.options import DURATION, Adds, together
-from mpsd.cli.render import as_here, as_json, plural
+from mpsd.cli.render import as_here, as_json
 from mpsd.client import Client
-from mpsd.core.errors import (
-    ConfigurationError,
-    DoesNotFitError,
-    InternalError,
-    InvalidRequestError,
-    MpsdError,
-    NotFoundError,
-    NotPermittedError,
-    StoppingError,
-    UnreachableError,
-)
+from mpsd.core.errors import ConfigurationError, InternalError, MpsdError, StoppingError, UnreachableError
 from mpsd.core.sanitize import plain
 
-if TYPE_CHECKING:
-    from mpsd.client import answer_types
-
 T = TypeVar("T")
-
-_VARIABLE: Final = r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+"
-"""The accepted names in a lease's environment. CUDA would load the library that CUDA_INJECTION64_PATH names."""
-
 
 _ASK_AGAIN: Final = 0.5
 """Seconds between two attempts to reach an mpsd that is gone."""
@@ -291,51 +273,6 @@ def of_one_version() -> Iterator[None]:
 def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     """Print the API's answer: as the API's JSON, or through a view."""
     click.echo(as_json(answer) if form == "json" else view(plain(answer)))
-
-
-def environment(api: Client, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
-    """Return the environment of a lease's processes, on its only GPU or on the GPU with the number `share`.
-
-    It names the socket of this mpsd, where mpsctl would not use it by default. Raises DoesNotFitError while the lease
-    waits, NotFoundError when it has ended, NotPermittedError for that of another user, and InvalidRequestError when the
-    number is missing or too high: without an environment of MPS, a process would run without limits. Raises
-    InternalError for a variable that belongs to neither CUDA, NVIDIA nor mpsd: it could make a process run code that
-    the lease names.
-    """
-    state, gpus = lease["state"], len(lease["gpus"])
-    if state == "waiting":
-        raise DoesNotFitError(
-            f"{lease['id']} is still waiting, so it has no environment yet",
-            hint=f"see what it waits for: mpsctl show {lease['id']}",
-        )
-    if state == "ended":
-        raise NotFoundError(f"{lease['id']} has ended: {lease['because']}", hint="take out another lease: mpsctl admit")
-    if share is None and gpus > 1:
-        raise InvalidRequestError(
-            f"{lease['id']} is on {gpus} GPUs, and a process can use only one of them",
-            hint=f"choose a share: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
-        )
-    if share is not None and share >= gpus:
-        raise InvalidRequestError(
-            f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}", hint="shares are numbered from 0"
-        )
-    variables = lease["shares"][share]["env"] if share else lease["env"]
-    if not variables and not lease["holders"]:
-        raise NotPermittedError(
-            f"{lease['id']} belongs to another user, so its environment is not shown",
-            hint="take out a lease of your own: mpsctl admit",
-        )
-    if not variables:
-        raise InternalError(
-            f"mpsd gave {lease['id']} no environment, and without it no limits apply",
-            hint="look at the lease: mpsctl show LEASE -o json",
-        )
-    if odd := [name for name in variables if not re.fullmatch(_VARIABLE, name)]:
-        raise InternalError(
-            f"the environment of {lease['id']} has {odd[0]!r}, a variable of neither CUDA, NVIDIA nor mpsd",
-            hint="nothing was run or printed; find out what listens on the socket, and report this if it is mpsd",
-        )
-    return {**variables, **api.variables()}
 
 
 class ForEval(click.Command):

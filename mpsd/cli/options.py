@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial, reduce
-from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import click
@@ -109,27 +108,16 @@ class _Notation(_Type):
             self.fail(f"{error.detail}: {error.hint}", param, ctx)
 
 
-_LONGEST: Final = 1e9
-"""Seconds of the longest duration that mpsd accepts."""
-
-
 def _duration(text: str, *, zero: bool = False) -> float:
-    from mpsd.core.units import briefly, parse_duration  # imports decimal, which other commands do without
+    from mpsd.core.units import parse_span  # imports decimal, which other commands do without
 
-    seconds = parse_duration(text, zero=zero)
-    if seconds > _LONGEST:
-        raise InvalidRequestError(f"{briefly(text)} is longer than {_LONGEST:.0f} s", hint="give at most 11574d")
-    return seconds
+    return parse_span(text, zero=zero)
 
 
 def _wait(text: str) -> float:
-    if text == "forever":
-        return inf
-    try:
-        return _duration(text, zero=True)
-    except InvalidRequestError as error:
-        error.hint += ", or forever"
-        raise
+    from mpsd.core.units import parse_wait
+
+    return parse_wait(text)
 
 
 def _percentage(text: str) -> float:

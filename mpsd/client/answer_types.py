@@ -545,6 +545,12 @@ class Verify(TypedDict):
     hint: Annotated[str | None, about("The remedy, where `because` does not name it.")]
 
 
+@answer("The processes of a lease that waited for each other, and begin now: each is under MPS and within its limits.")
+class Gate(TypedDict):
+    lease: str
+    processes: list[int]
+
+
 @answer("The result of reloading the configuration.")
 class Reload(TypedDict):
     applied: Annotated[list[str], about("Settings that changed and are now in force, except where `daemons` has them.")]

@@ -1,14 +1,20 @@
 """mpsd, with one method for each route."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
-from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile, segment
+from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile
+from mpsd.client.exchange import segment
+from mpsd.core.errors import StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
+
+_COME_AGAIN: Final = 0.2
+"""Seconds after which a process comes to a gate again whose mpsd is gone."""
 
 
 class Client(Connection):
@@ -22,6 +28,18 @@ class Client(Connection):
         if self.trusted:
             found["MPSD_TRUST_UID"] = " ".join(map(str, sorted(self.trusted)))
         return found
+
+    def health(self) -> "answer_types.Health":
+        """Tell whether mpsd itself answers."""
+        return cast("answer_types.Health", self.get("/healthz"))
+
+    def readiness(self) -> "answer_types.Health":
+        """Tell whether the node is ready to grant leases; one that is not is no error."""
+        return cast("answer_types.Health", self.get("/readyz", also=503))
+
+    def document(self) -> object:
+        """Return the API's document, in OpenAPI."""
+        return self.get("/v1/openapi.json")
 
     def status(self) -> "answer_types.Status":
         """Return the node in one answer."""
@@ -88,6 +106,32 @@ class Client(Connection):
         """Tell whether every process of a lease is under MPS and within its limits."""
         return cast("answer_types.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))
 
+    def cdi(self, lease: str, *, shared_memory: bool = False) -> object:
+        """Return the CDI document of a claimed lease; with `shared_memory`, its container gets the machine's /dev/shm.
+
+        Drivers before 580 need that.
+        """
+        return self.get(f"/v1/leases/{segment(lease)}/cdi?shared_memory={str(shared_memory).lower()}")
+
+    def gate(self, lease: str, processes: int, within: float = 60.0) -> "answer_types.Gate":
+        """Wait until this many processes of a lease do so and are verified; each of them calls this for itself.
+
+        Raises GateFailedError in all of them where one is missing after `within` seconds, ends, or is not verified.
+        Where mpsd is restarted meanwhile, they come to the next one, until that time is over.
+        """
+        until = time.monotonic() + within
+        while True:
+            request = {"processes": processes, "within": within}
+            try:
+                answer = self.post(f"/v1/leases/{segment(lease)}/gate", request, deadline=within + self.deadline)
+            except (UnreachableError, StoppingError) as error:
+                within = until - time.monotonic() - _COME_AGAIN
+                if within <= 0 or not error.retryable:
+                    raise
+            else:
+                return cast("answer_types.Gate", answer)
+            time.sleep(_COME_AGAIN)
+
     def end(self, lease: str) -> "answer_types.Lease":
         """End the clients of a lease, and then the lease."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/end", {}))
@@ -115,6 +159,10 @@ class Client(Connection):
     def reload(self) -> "answer_types.Reload":
         return cast("answer_types.Reload", self.post("/v1/reload", {}))
 
+    def quarantines(self) -> "answer_types.Quarantines":
+        """Return the uids and control groups that get no lease."""
+        return cast("answer_types.Quarantines", self.get("/v1/quarantines"))
+
     def pardon(self, who: int | str) -> None:
         """Lift the quarantine of a uid, or of a control group by its path."""
         self.delete(f"/v1/quarantines/{who}" if isinstance(who, int) else f"/v1/quarantines?cgroup={segment(who)}")
@@ -124,9 +172,16 @@ class Client(Connection):
         return cast("answer_types.Operation", self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(
-        self, after: int, *, follow: bool, heartbeat: int | None = None, meanwhile: Meanwhile | None = None
+        self,
+        after: int | Literal["latest"],
+        *,
+        follow: bool,
+        heartbeat: int | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> Iterator[tuple[str, "answer_types.Event"]]:
         """Yield the events with a higher number, each as a line and decoded; with `follow`, future events too.
+
+        `latest`: the future events only.
 
         With `heartbeat`, mpsd sends a line after that many seconds without an event; without any line, mpsd is
         unreachable.

@@ -18,7 +18,7 @@ from mpsd.core.errors import MpsdError, NotFoundError, StoppingError, Unreachabl
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BRIDGED: Final = 10.0
 """Seconds for which an mpsd that never answered is waited for, and the answer to a request that was sent: without
@@ -84,22 +84,45 @@ def take(
 def _repeat_until_answered(
     client: Client, request: Mapping[str, object], wait: float, progress: Progress
 ) -> "answer_types.Lease":
-    start = time.monotonic()
-    end, pause, answered = start + wait, _ASK_AGAIN, False
-    until = start + min(wait, BRIDGED)
+    attempts = Attempts(request, wait, progress)
     while True:
-        left = max(end - time.monotonic(), 0.0)
-        request = {**request, "wait": None if left == inf else left}
         try:
             client.connect()
-            until, answered = start + max(wait, BRIDGED), True
-            return client.admit(request, deadline=left + client.deadline, meanwhile=progress.look)
+            return client.admit(attempts.next(), deadline=attempts.left + client.deadline, meanwhile=progress.look)
         except (UnreachableError, StoppingError) as error:
-            if time.monotonic() >= until or not error.retryable:
-                raise
-            progress.lose(error, answered=answered)
-        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
-        pause = min(pause * 2, _ASK_AT_LAST)
+            pause = attempts.pause_after(error)
+        time.sleep(pause)
+
+
+class Attempts:
+    """The attempts of one request: how long each may wait, and when the next one is due."""
+
+    def __init__(self, request: Mapping[str, object], wait: float, progress: Progress | None = None) -> None:
+        self.left = wait
+        """Seconds that are left of the wait, at the start of the present attempt."""
+        self._request = request
+        self._progress = progress or Progress()
+        self._wait = wait
+        self._start = time.monotonic()
+        self._until = self._start + min(wait, BRIDGED)
+        self._pause = _ASK_AGAIN
+        self._answered = False
+
+    def next(self) -> dict[str, object]:
+        """Return the body of the request for an attempt; mpsd can be reached, and it is about to be sent."""
+        self._answered = True
+        self._until = self._start + max(self._wait, BRIDGED)
+        self.left = max(self._start + self._wait - time.monotonic(), 0.0)
+        return {**self._request, "wait": None if self.left == inf else self.left}
+
+    def pause_after(self, error: UnreachableError | StoppingError) -> float:
+        """Return the seconds until the next attempt after one that failed. Raises its error where it was the last."""
+        left = self._until - time.monotonic()
+        if left <= 0 or not error.retryable:
+            raise error
+        self._progress.lose(error, answered=self._answered)
+        pause, self._pause = min(self._pause, left), min(self._pause * 2, _ASK_AT_LAST)
+        return pause
 
 
 def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool:
@@ -115,35 +138,37 @@ def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool
     return False
 
 
-def answered(ask: Callable[[], T], *, until: float) -> T:
-    """Return what `ask` returns, again until this time of the monotonic clock while mpsd is gone or about to be.
+def through_a_restart(call: Callable[[], _T], *, within: float = BRIDGED) -> _T:
+    """Return the answer to a request that may be repeated; an mpsd that is away is waited for, for so many seconds.
 
-    Raises the errors of `ask`.
+    Raises the errors of the request.
     """
-    pause = _ASK_AGAIN
+    end, pause = time.monotonic() + within, _ASK_AGAIN
     while True:
         try:
-            return ask()
+            return call()
         except (UnreachableError, StoppingError) as error:
-            if time.monotonic() >= until or not error.retryable:
+            left = end - time.monotonic()
+            if left <= 0 or not error.retryable:
                 raise
-        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
+        time.sleep(min(pause, left))
         pause = min(pause * 2, _ASK_AT_LAST)
 
 
-def ended(client: Client, lease: str, *, until: float) -> bool:
-    """Wait until a lease has ended, until this time of the monotonic clock, and tell whether it has.
+def ended(client: Client, lease: str, *, within: float) -> bool:
+    """Wait until a lease has ended, for so many seconds at most, and tell whether it has.
 
-    Raises the errors of `Client.lease`, except that a lease that mpsd has forgotten has ended.
+    Raises the errors of `Client.lease`; a lease that mpsd has forgotten has ended.
     """
-    pause = _LOOK_AGAIN
+    end, pause = time.monotonic() + within, _LOOK_AGAIN
     while True:
         try:
             if client.lease(lease)["state"] == "ended":
                 return True
         except NotFoundError:
             return True
-        if time.monotonic() >= until:
+        left = end - time.monotonic()
+        if left <= 0:
             return False
-        time.sleep(min(pause, max(until - time.monotonic(), 0.0)))
+        time.sleep(min(pause, left))
         pause = min(pause * 2, _ASK_AT_LAST)

@@ -22,6 +22,14 @@ class MpsdError(Exception):
         self.hint = hint
         self.limit = limit
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return what makes it again in another process: an exception's own way passes `detail` alone."""
+        return _again, (type(self), self.detail, self.hint, self.limit), dict(vars(self))
+
+
+def _again(kind: type[MpsdError], detail: str, hint: str, limit: str | None) -> MpsdError:
+    return kind(detail, hint=hint, limit=limit)
+
 
 # -- the caller's doing ------------------------------------------------------------------------------------------------
 
@@ -67,6 +75,14 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class GateFailedError(RequestError):
+    """The processes of a lease that waited for each other do not begin: one is missing, gone, or not verified."""
+
+    code = "gate_failed"
+    status = 409
+    exit_code = 1
+
+
 class ForbiddenError(RequestError):
     """Policy, or a lack of rights, forbids the request."""
 
@@ -109,6 +125,12 @@ class NeverFitsError(RequestError):
 
     code = "never_fits"
     exit_code = 65
+
+
+class CudaInitializedError(RequestError):
+    """CUDA is initialised in the calling process already, which fixed its limits: no lease can change them."""
+
+    code = "cuda_initialized"
 
 
 # -- the node's capacity -----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from decimal import Decimal
-from math import isfinite
+from math import inf, isfinite
 
 from mpsd.core.errors import InvalidRequestError
 
@@ -26,6 +26,8 @@ _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
 """Python's own parsers accept more: `1_0`, and the digits of every script."""
 _MAXIMUM_SIZE = 2**63 - 1
 _LONGEST_QUOTE = 60
+_LONGEST_SPAN = 1e9
+"""Seconds of the longest duration that mpsd accepts in a request."""
 _MOST_LISTED = 3
 
 
@@ -117,6 +119,25 @@ def parse_duration(value: str | float, *, zero: bool = False) -> float:
             hint=f"give {'0, ' if zero else ''}a number of seconds above 0, or a duration such as 90s, 10m or 2h",
         )
     return seconds
+
+
+def parse_span(value: str | float, *, zero: bool = False) -> float:
+    """Return a duration in a request, by `parse_duration`; InvalidRequestError also for one that mpsd refuses."""
+    seconds = parse_duration(value, zero=zero)
+    if seconds > _LONGEST_SPAN:
+        raise InvalidRequestError(f"{briefly(value)} is longer than {_LONGEST_SPAN:.0f} s", hint="give at most 11574d")
+    return seconds
+
+
+def parse_wait(value: str | float) -> float:
+    """Return how long a request may wait, by `parse_span`; `forever`, and an infinite number, are infinite."""
+    if value in {"forever", inf}:
+        return inf
+    try:
+        return parse_span(value, zero=True)
+    except InvalidRequestError as error:
+        error.hint += ", or forever"
+        raise
 
 
 def _seconds(value: str | float) -> float:

@@ -59,8 +59,8 @@ def _as_user() -> int:
 
     try:
         sys.stdout.write(hooks.task_prolog(_settings(), os.environ))
-    except MpsdError as error:
-        hooks.said(error, error.hint)
+    except Exception as error:  # noqa: BLE001 - the user must see it, and slurmstepd drops what comes to stderr
+        sys.stdout.write(hooks.refusal(error))
         return 1
     return 0
 

@@ -32,6 +32,9 @@ _ANSWER: Final = 5.0
 _UNTAKEN: Final = 1e6
 """Seconds until a lease ends that no task of the job has taken: an allocation may be idle for days. Epilog ends it."""
 
+_NOTICED: Final = 1.0
+"""Seconds within which mpsd sees that a control group is gone."""
+
 _MOST_LATE: Final = 16
 """Maximum jobs of which one hook ends what an Epilog without mpsd could not."""
 
@@ -92,7 +95,7 @@ def _leases(
 ) -> list["answer_types.Lease"]:
     """Return the leases of a job, one for each of its GPUs, or none of them. Raises MpsdError."""
     until = time.monotonic() + settings.wait
-    gpus = _gpus(settings, environment, api, until)
+    gpus = waiting.through_a_restart(lambda: api.gpus()["gpus"], within=settings.wait)
     by_uuid = {each["uuid"]: each for each in gpus}
     order, by_minor = _order(settings, environment), _by_minor(gpus)
     leases: list[answer_types.Lease] = []
@@ -121,13 +124,6 @@ def _leases(
             api.release(each["id"])
         raise
     return leases
-
-
-def _gpus(
-    settings: Settings, environment: Mapping[str, str], api: Client, until: float
-) -> list["answer_types.Gpu"]:
-    """Return mpsd's GPUs; an mpsd that restarts is waited for. Raises MpsdError."""
-    return waiting.answered(lambda: api.gpus()["gpus"], until=until)
 
 
 def _order(settings: Settings, environment: Mapping[str, str]) -> list[int]:
@@ -182,8 +178,7 @@ def task_prolog(settings: Settings, environment: Mapping[str, str]) -> str:
     assert isinstance(tokens, list)  # noqa: S101 - likewise
     which = jobs.chosen(len(leases), environment)
     with Client(str(told["socket"]), deadline=_ANSWER) as api:
-        until = time.monotonic() + settings.wait
-        lease = waiting.answered(lambda: _taken(api, leases[which], tokens[which]), until=until)
+        lease = waiting.through_a_restart(lambda: _taken(api, leases[which], tokens[which]), within=settings.wait)
     variables = jobs.lowered(lease["env"], environment)
     if settings.socket != Settings().socket:
         variables["MPSD_SOCKET"] = settings.socket
@@ -202,6 +197,11 @@ def _taken(api: Client, lease: str, token: str) -> "answer_types.Lease":
     """
     try:
         return api.hold(lease, {"token": token, "pid": os.getppid()}, deadline=2 * _ANSWER)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"the lease of this job has ended: {error.detail}",
+            hint="submit the job again; where it ended between two steps, PrologFlags lacks Contain",
+        ) from error
     except AlreadyClaimedError:
         return api.hold(lease, {"pid": os.getppid()}, deadline=2 * _ANSWER)
 
@@ -216,7 +216,10 @@ def epilog(settings: Settings, environment: Mapping[str, str]) -> None:
     """
     job, records = jobs.of(environment), Records(settings.state_dir)
     record = records.read(job.id)
-    if record is None or record.identity != job.identity:
+    if record is None:
+        return
+    if record.identity != job.identity:
+        _forget_ended(settings, records, record)
         return
     records.forget_task(job.id)
     if not record.request_ids:
@@ -227,6 +230,16 @@ def epilog(settings: Settings, environment: Mapping[str, str]) -> None:
         _end(api, record, settings.grace)
         records.remove(job.id)
         end_late(settings, api)
+
+
+def _forget_ended(settings: Settings, records: Records, record: Record) -> None:
+    """Forget a job by the Epilog of another one with the same id, where its leases have ended with its processes.
+
+    The Epilog of a job that is requeued may have the start time of the next run. Raises MpsdError and OSError.
+    """
+    with Client(settings.socket, deadline=_ANSWER) as api:
+        if record.leases and all(waiting.ended(api, each, within=_NOTICED) for each in record.leases):
+            records.remove(record.job)
 
 
 def end_late(settings: Settings, api: Client) -> None:
@@ -248,7 +261,15 @@ def _end(api: Client, record: Record, grace: float) -> None:
             api.end(each)
     until = time.monotonic() + grace
     for each in leases:
-        waiting.ended(api, each, until=until)
+        waiting.ended(api, each, within=max(until - time.monotonic(), 0.0))
+
+
+def refusal(error: Exception) -> str:
+    """Return the lines by which TaskProlog has slurmstepd print why a task may not run."""
+    lines = [f"mpsd: {error}"]
+    if isinstance(error, MpsdError):
+        lines = [f"mpsd: {error.detail} [{error.code}]", *([f"  hint: {error.hint}"] if error.hint else [])]
+    return "".join(f"print {' '.join(each.splitlines())}\n" for each in lines)
 
 
 def said(error: Exception, hint: str = "") -> None:

@@ -234,6 +234,7 @@ def test_it_starts_light(node: Node) -> None:
         "mpsd.client",
         "mpsd.client.client",
         "mpsd.client.connection",
+        "mpsd.client.exchange",
         "mpsd.cli",
         *(f"mpsd.cli.{name}" for name in ("cells", "command", "commands", "commands.status")),
         *(f"mpsd.cli.{name}" for name in ("examples", "group", "groups", "main", "options")),

@@ -1,12 +1,14 @@
 """The client accepts every form of HTTP answer, and reports clearly when the input is no answer."""
 
 import json
+import os
 import socket
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from math import inf
 from pathlib import Path
@@ -14,12 +16,15 @@ from pathlib import Path
 import pytest
 
 from mpsd.cli.group import mpsctl
-from mpsd.client.connection import SOCKET, Connection, error_of, segment
+from mpsd.client import Client
+from mpsd.client.connection import MOST_IDLE, SOCKET, Connection
+from mpsd.client.exchange import error_of, segment
 from mpsd.core.errors import DoesNotFitError, InvalidRequestError, MpsdError, UnreachableError, catalogue
 from mpsd.core.settings import Settings
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT
 from tests.harness import wait_until
+from tests.node import Node
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: Chunked\r\n\r\n"
@@ -79,8 +84,8 @@ def test_closed_between_requests(short_tmp: Path) -> None:
     """A connection that the server has closed since its answer carries no request: nothing is sent there."""
     with answering(short_tmp / "s", [http(1), Answering.hang_up], http(2)) as server:
         with Connection(str(short_tmp / "s")) as client:
-            first = client.connect()
             client.get("/")
+            (first,) = client._idle
             wait_until(first.is_over, what="the server to close")
             assert client.post("/v1/leases", {}) == 2
         assert (server.connections, len(server.requests)) == (2, 2)
@@ -245,6 +250,80 @@ def test_lines_are_refused(short_tmp: Path) -> None:
         with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
             list(client.lines("/v1/events"))
     assert not error.value.retryable
+
+
+# -- several requests at once ------------------------------------------------------------------------------------------
+
+
+def test_threads(node: Node) -> None:
+    """Threads that share a client each get the answers to their own requests, and few sockets stay open after that."""
+    together = threading.Barrier(12)
+    with Client(str(node.socket)) as client:
+        leases = [client.admit({"threads": 1, "memory": "1MiB"})["id"] for _ in range(12)]
+
+        def ask(lease: str) -> set[str]:
+            together.wait(30)
+            return {client.lease(lease)["id"] for _ in range(50)}
+
+        with ThreadPoolExecutor(12) as threads:
+            assert list(threads.map(ask, leases)) == [{lease} for lease in leases]
+        assert 1 <= len(client._idle) <= MOST_IDLE
+
+
+FORKS = """
+import os, mpsd
+with mpsd.Client() as api:
+    ours = api.admit({"threads": 1, "memory": "1MiB"})
+    child = os.fork()
+    if not child:
+        theirs = api.admit({"threads": 1, "memory": "1MiB"})
+        print(theirs["owner"]["pid"] == os.getpid(), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(api.lease(ours["id"])["owner"]["pid"] == os.getpid(), len(api._idle))
+"""
+
+
+def test_fork(node: Node) -> None:
+    """A child's requests are its own, by which mpsd knows it, and its parent's go on over the parent's socket."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "MPSD_SOCKET": str(node.socket)},
+    )  # fmt: skip
+    assert done.stdout.split("\n") == ["True", "True 1", ""], done.stderr
+
+
+FORKS_LATER = """
+import os, sys, threading, mpsd
+threading.Thread(target=mpsd.Client(sys.argv[1]).status, daemon=True).start()
+sys.stdin.read(1)
+if os.fork():
+    os._exit(0)
+print("forked", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_a_fork_within_a_request(short_tmp: Path) -> None:
+    """A child keeps no copy of a socket on which a thread of its parent waits: mpsd sees that the parent is gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{short_tmp}/s")
+        listener.listen()
+        listener.settimeout(30)
+        command = [sys.executable, "-c", FORKS_LATER, f"{short_tmp}/s"]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdin is not None
+            assert program.stdout is not None
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(30)
+                assert connection.recv(65536).startswith(b"GET /v1/status ")
+                program.stdin.write("-")
+                program.stdin.flush()
+                assert program.stdout.readline() == "forked\n"
+                assert connection.recv(1) == b""
+            program.stdin.close()
+            assert program.stdout.read() == ""
 
 
 # -- connecting --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.doctor.table import CHECKS
+from mpsd.core.frameworks import advice
 from tests.control_groups import control_group, joins
 from tests.daemon.conftest import Start
 from tests.daemon.gpu.test_compute_mode import (
@@ -148,8 +149,8 @@ class TestWithMpsd:
         wrong = one(found, "framework-memory", f"pid {program.pid}")
         assert (wrong["verdict"], wrong["evidence"]["granted"]) == ("warn", 4 << 30)
         assert wrong["because"].endswith(f"a process of {granted.json['id']} may have 4GiB")
-        share = 0.88 * (4 << 30) / wrong["evidence"]["total"]
-        assert wrong["remedy"] == f"start it with --gpu-memory-utilization {share:.2g}"
+        fraction = advice("vllm", 4 << 30, wrong["evidence"]["total"]).fraction
+        assert wrong["remedy"] == f"start it with --gpu-memory-utilization {fraction:g}"
 
     def test_not_well(self, node: Node, nvml: FakeNvml) -> None:
         """Each fault has a check that fails, with mpsd's own remedy; mpsd repairs it, and doctor does not."""

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import demo
-from mpsd.core.doctor import frameworks
+from mpsd.core import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
-from tests.gate import completions, manual, protocol
+from mpsd.core.units import GIB
+from tests.gate import async_routes, completions, manual, protocol
 from tests.gate.source import imports, modules
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -111,13 +112,18 @@ def demo_table() -> str:
 
 
 def frameworks_table() -> str:
-    """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU."""
-    lines = [("framework", "takes by default", "setting", "others", "known by")]
+    """Return what each framework takes, how doctor knows it, and what to set under a quarter of a GPU of 80 GiB."""
+    lines = [("framework", "takes by default", "setting", "others", "read in", "known by")]
     for each in frameworks.TABLE:
-        setting = f"`{frameworks.setting(each, 0.25)}`" if each.advice else "none is needed"
-        others = ", ".join(f"`{name}`" for name in (*each.settings[1:], *each.others))
+        needed = frameworks.setting(each, 20 * GIB, 80 * GIB)
+        setting = f"`{needed}`" if needed else "none is needed"
+        further = frameworks.advice(each.name, 20 * GIB, 80 * GIB)
+        optional = [("=", further.variable), (" ", further.option)] if not needed else []
+        pairs = [between.join(pair) for between, pair in optional if pair is not None]
+        others = ", ".join(f"`{name}`" for name in (*each.settings[1:], *pairs, *each.others))
         shows = (each.command, each.title and f"{each.title}*", each.library and f"{each.library}/")
-        lines.append((each.name, each.takes, setting, others, ", ".join(f"`{name}`" for name in shows if name)))
+        known = ", ".join(f"`{name}`" for name in shows if name)
+        lines.append((each.name, each.takes, setting, others, each.version, known))
     return _table(*lines)
 
 
@@ -167,6 +173,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/internals/architecture.md": partial(_page, "docs/internals/architecture.md", "rooms", rooms_diagram, ""),
     "docs/kubernetes/kubernetes.toml": manual.kubernetes_example,
     **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
+    async_routes.FILE: async_routes.made,
     **completions.FILES,
     **{f"container/kubernetes/chart/files/{Path(path).name}": (ROOT / path).read_text for path in _IN_CHART},
 }

@@ -14,6 +14,9 @@ MAY_SLEEP: Final = {
 """The files of the tests that may sleep, each with the reason."""
 
 BOUNDARIES: Final = {
+    "mpsd/client/starter.py": "nothing is handled: what the start of a process raised is raised where it is awaited",
+    "mpsd/client/async_client.py": "nothing is handled: whatever ends a task, such as its cancellation, ends its lease",
+    "mpsd/client/watcher.py": "what a callback of the program raises is logged, and must not end the renewals",
     "mpsd/client/waiting.py": "nothing is handled: whatever ends a wait, such as KeyboardInterrupt, gives up its place",
     "mpsd/daemon/api/dispatcher.py": "a defect answers one request with `internal`, and must not end mpsd",
     "mpsd/daemon/leases/completeness.py": "a lease that cannot be restored must not keep mpsd from starting",

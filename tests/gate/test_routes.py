@@ -1,12 +1,18 @@
 """The route table is complete: mpsd serves and documents exactly its rows."""
 
 import ast
+import asyncio
+import inspect
 import re
+from collections.abc import Callable, Iterator, Mapping
 from inspect import iscoroutinefunction
+from itertools import product
 from typing import Any, Final, cast
 
 import pytest
 
+from mpsd.client.async_routes import AsyncRoutes
+from mpsd.client.client import Client
 from mpsd.core.roles import Role
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.routes import ROUTES, Handlers
@@ -98,3 +104,66 @@ def test_every_type_has_a_row(base: type[RequestBody] | type[RequestQuery], colu
     subclasses: list[type] = base.__subclasses__()
     written = {each for each in subclasses if each.__module__.startswith("mpsd.")}
     assert written == {getattr(route, column) for route in ROUTES} - {None}
+
+
+# -- the clients -------------------------------------------------------------------------------------------------------
+
+
+class _Noted(Exception):  # noqa: N818 - the request that a method would send
+    pass
+
+
+class _Client(Client):
+    def _exchange(self, method: str, path: str, *_: object, **__: object) -> Any:
+        raise _Noted(f"{method} {path}")
+
+
+class _AsyncClient(AsyncRoutes):
+    def _exchange(self, method: str, path: str, *_: object, **__: object) -> Any:
+        raise _Noted(f"{method} {path}")
+
+
+_VALUES: Final[dict[str, list[Any]]] = {
+    "verb": ["drain", "hold", "reset", "restart", "resume"],
+    "who": [7, "/group"],
+    "pid": [7],
+    "after": [7],
+    "request": [{}],
+}
+"""Values of arguments, by their names; all others are texts."""
+
+
+def _request(method: Callable[..., Any], given: Mapping[str, object]) -> str:
+    """Return what a method of a client sends."""
+    try:
+        answer = method(**given)
+        if inspect.isgenerator(answer):
+            next(answer)
+        asyncio.run(answer if inspect.iscoroutine(answer) else anext(answer))
+    except _Noted as noted:
+        return str(noted)
+    raise AssertionError(f"{method} sends nothing")
+
+
+def _requests(client: _Client | _AsyncClient, kind: type) -> Iterator[str]:
+    """Yield what each method that stands in the class itself sends, with each value of its arguments."""
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name != "variables":
+            _, *arguments = inspect.signature(method).parameters.values()
+            wanted = [
+                each.name for each in arguments if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+            ]
+            for given in product(*(_VALUES.get(each, ["text"]) for each in wanted)):
+                yield _request(getattr(client, name), dict(zip(wanted, given, strict=True)))
+
+
+@pytest.mark.parametrize(("client", "kind"), [(_Client(), Client), (_AsyncClient(), AsyncRoutes)])
+def test_each_route_is_a_method(client: _Client | _AsyncClient, kind: type) -> None:
+    """Both clients have a method for each route, and no method for anything else."""
+    shapes = {label: re.sub(r"{\w+}", "[^/?]+", label) for label in BY_LABEL}
+    found = [
+        {label for label, shape in shapes.items() if re.fullmatch(rf"{shape}(\?.*)?", request)}
+        for request in _requests(client, kind)
+    ]
+    assert set() not in found
+    assert set().union(*found) == {*BY_LABEL}

@@ -26,6 +26,7 @@ DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "tests/README.md"}
 
 NEEDS: Final = {
     "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests[./]gpu\b",
+    "a launcher": r"\bmpirun\b|\btorchrun\b",
     "a control group": r"--cgroup\b|--unit\b|--group\b",
     "an index of packages": r"^(?:pip|uv pip) ",
     "root": r"^(?:sudo|apt) ",
@@ -36,7 +37,8 @@ NEEDS: Final = {
 }
 """Conditions that a test's machine lacks, or that a test must not change on it, with a command that needs each.
 
-tests/container and tests/systemd run such commands with containers, and on a machine of their own.
+tests/container, tests/systemd and tests/launchers run such commands: with containers, on a machine of their own, and
+under launchers.
 """
 
 _FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

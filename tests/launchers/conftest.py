@@ -21,7 +21,7 @@ from tests.node import Node, running
 
 ROOT: Final = Path(__file__).parents[2]
 
-_RANK: Final = """
+RANK: Final = """
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$RANK}}
 exec "$@" <in.$rank >out.$rank
 """
@@ -30,7 +30,7 @@ exec "$@" <in.$rank >out.$rank
 _UNASKED: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """Open MPI asks root to say twice that it is meant."""
 
-_DEADLINE: Final = 40.0
+DEADLINE: Final = 40.0
 """Seconds for the start of a whole job on a busy machine, and for its end."""
 
 _numbers = count(1)
@@ -50,7 +50,7 @@ class Rank:
     def answer(self) -> dict[str, Any]:
         """Return its next answer, of which the first tells where it runs."""
         while b"\n" not in self._read:
-            assert select.select([self._ends[1]], [], [], _DEADLINE)[0], "a rank does not answer"
+            assert select.select([self._ends[1]], [], [], DEADLINE)[0], "a rank does not answer"
             self._read += os.read(self._ends[1], 65536)
         line, _, self._read = self._read.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
@@ -77,9 +77,10 @@ class Job:
         self._output = directory / "output"
         bare = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
         variables = {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": str(ROOT), "HOME": str(directory)}
+        variables["TMPDIR"] = str(directory)  # torchrun leaves its logs there
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*node.mpsctl_command("run", *arguments), "sh", "-c", _RANK, "sh", *program()],
+                [*node.mpsctl_command("run", *arguments), "sh", "-c", RANK, "sh", *program()],
                 cwd=directory, env={**bare, **_UNASKED, **variables},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
@@ -90,14 +91,15 @@ class Job:
         return self._output.read_text(errors="replace")
 
     def started(self) -> list[dict[str, Any]]:
-        """Return the first answer of each rank."""
+        """Return the first answer of each rank, which is a client of MPS."""
         answers = [each.answer() for each in self.ranks]
         self.pids = [each["pid"] for each in answers]
+        assert all(each["mps"] for each in answers)
         return answers
 
     def ended(self) -> int:
         """Wait for the launcher's end, and return its exit status."""
-        return self.process.wait(_DEADLINE)
+        return self.process.wait(DEADLINE)
 
     def is_gone(self) -> bool:
         """Tell whether no rank is left."""
@@ -110,10 +112,10 @@ class Job:
         for each in self.ranks:
             each.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_DEADLINE)
+            self.process.wait(DEADLINE)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(_DEADLINE)
+        self.process.wait(DEADLINE)
         for pid in self.pids:
             if (found := look_at(pid)) is not None:
                 kill(found)

@@ -101,6 +101,8 @@ class Cluster:
     """Whether it bars the devices of others, by control groups."""
     configuration: str = ""
     """Further lines of slurm.conf."""
+    reversed_devices: bool = False
+    """Whether gres.conf names the devices from the last one on."""
     shards: int = 4
     """Shards of each GPU."""
     pids: dict[str, int] = field(default_factory=dict)
@@ -141,6 +143,8 @@ class Cluster:
         gres = ",".join([f"gpu:{self.gpus}", *(f"{each}:{counts[each]}" for each in types)])
         text = _CONFIGURATION.format(place=self.place, types=",".join(types), gres=f"Gres={gres} State=UNKNOWN")
         flags = f" Flags={self.flags}" if self.flags else ""
+        if self.reversed_devices:
+            devices.reverse()
         lines = [f"Name=gpu File={each}" for each in devices]
         for kind, count in (("mps", 100), ("shard", self.shards)):
             if kind in self.share.split():
@@ -284,8 +288,8 @@ class Cluster:
     def logs(self) -> str:
         """Return the ends of the daemons' logs."""
         found = []
-        for each in sorted((self.place / "log").iterdir()):
-            text = each.read_text(errors="replace").splitlines()[-40:]
+        for each in sorted((self.place / "log").glob("slurm*.log")):
+            text = each.read_text(errors="replace").splitlines()[-15:]
             found.append("\n".join([f"--- {each.name}", *text]))
         return "\n".join(found)
 

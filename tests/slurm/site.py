@@ -101,10 +101,11 @@ class Site:
             wait_until(lambda: not left(), what="nothing of a job to be left", deadline=deadline)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{left()}\n{self.story()}") from None
+        self.node.end_servers()
 
     def story(self) -> str:
         """Return what the daemons wrote, to be read where a test failed."""
-        return f"{self.cluster.logs()}\n--- mpsd\n" + "\n".join(self.node.stderr.read_text().splitlines()[-60:])
+        return f"{self.cluster.logs()}\n--- mpsd\n" + "\n".join(self.node.stderr.read_text().splitlines()[-20:])
 
 
 def write_hooks(cluster: Cluster, settings: Mapping[str, object], *, project: Path = ROOT) -> None:

@@ -1,7 +1,5 @@
 """Jobs with shares of GPUs: each has a lease, whatever it says about itself, and no more than that."""
 
-import os
-
 import pytest
 
 from tests.harness import wait_until
@@ -40,4 +38,172 @@ def test_two_users_share_and_a_third_waits(site: Site) -> None:
             each.tell("exit")
         for job in (*jobs, waits):
             site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_job_that_lies_gets_no_more(site: Site) -> None:
+    """A job that changes its variables, and one that drops all of them, stay what their control group is."""
+    with site.driven() as raised, site.driven() as bare:
+        lie = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=70000M "
+        jobs = [
+            site.cluster.submit("ann", f"export {lie}\n{raised.script}", "--gres=mps:20"),
+            site.cluster.submit("ann", f"unset ${{!MPSD_*}}\nexport MPSD_LEASE=none\n{bare.script}", "--gres=mps:30"),
+        ]
+        answers = [raised.answer(), bare.answer()]
+        leases = [site.leases(job)[0] for job in jobs]
+        assert answers[1]["active_thread_percentage"] == 30
+        for lease, answer, driven in zip(leases, answers, (raised, bare), strict=True):
+            found = wait_until(
+                lambda lease=lease: site.node.get(f"/v1/leases/{lease['id']}").json["clients"],
+                what="the client to be attributed",
+            )
+            assert found == [answer["pid"]]
+            # The first could get as much as is open for the larger lease of its user: mpsd finds that, and tells.
+            driven.do(f"alloc {lease['pinned_device_mem_limit'] + GIB}")
+        wait_until(
+            lambda: site.node.get(f"/v1/leases/{leases[0]['id']}/verify").json["violations"],
+            what="the lie to be found",
+        )
+        for each in (raised, bare):
+            each.tell("exit")
+        for job in jobs:
+            site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_step_asks_for_less(site: Site) -> None:
+    """Each step has what it asked Slurm for, with memory in proportion; all of them are of the job's lease."""
+    show = 'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT $MPSD_LEASE"'
+    script = f"{show}; srun -n1 --gres=mps:10 bash -c '{show}'; srun -n2 --overlap bash -c '{show}'"
+    job = site.cluster.submit("ann", script, "--gres=mps:40", "-n2")
+    site.cluster.wait_for_state(job, "COMPLETED")
+    lines = [each.split() for each in site.cluster.output(job).splitlines()]
+    memory = int(lines[0][1].removeprefix("0=").removesuffix("M"))
+    assert [each[0] for each in lines] == ["40.0", "10", "40.0", "40.0"], site.cluster.output(job)
+    assert [each[1] for each in lines] == [f"0={part}M" for part in (memory, memory // 4, memory, memory)]
+    assert len({each[2] for each in lines}) == 1
+    site.wait_until_clean()
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["obedient", "deaf"])
+def test_scancel(site: Site, deaf: bool) -> None:  # noqa: FBT001 - a parameter
+    """A job that is cancelled ends with its lease, whether it obeys SIGTERM or not."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50")
+        driven.answer()
+        if deaf:
+            driven.do("ignore TERM")
+        (lease,) = site.leases(job)
+        site.cluster.run("ann", "scancel", str(job))
+        site.cluster.wait_for_state(job, "CANCELLED")
+    site.wait_until_clean()
+    assert site.node.get(f"/v1/leases/{lease['id']}").json["state"] == "ended"
+    assert site.cluster.node_state() in {"idle", "mix"}
+
+
+def test_a_refusal_fails_the_job_alone(site: Site) -> None:
+    """What mpsd does not grant fails the job with mpsd's own sentence in its output, and the node stays as it is."""
+    whole = site.node.lease(fraction=1, threads=None, memory=None, gpu="0")
+    other = site.node.lease(fraction=1, threads=None, memory=None, gpu="1")
+    job = site.cluster.submit("ann", "echo it ran", "--gres=mps:25", "--time=5")
+    site.cluster.wait_for_state(job, "FAILED", deadline=45)
+    said = site.cluster.output(job)
+    assert "mpsd: " in said
+    assert "it ran" not in said
+    for each in (whole, other):
+        site.node.request("DELETE", f"/v1/leases/{each['id']}")
+    site.cluster.wait_until_idle()
+    site.wait_until_clean()
+
+
+def test_epilog_without_prolog(site: Site) -> None:
+    """An Epilog for a job that no Prolog knows, and a repeated one, change nothing and succeed."""
+    hook = str(site.cluster.place / "hooks" / "epilog")
+    variables = ("env", "SLURM_JOB_ID=4711", "SLURM_JOB_UID=3001", "SLURM_JOB_GID=3001")
+    for _ in range(2):
+        done = site.cluster.root_run(*variables, hook)
+        assert (done.stdout, done.stderr) == ("", "")
+    # slurmd runs Epilog alone for an allocation without a step, unless PrologFlags has Alloc.
+    done = site.cluster.run("ann", "salloc", "--gres=mps:25", "true")
+    site.wait_until_clean()
+    site.cluster.wait_until_idle()
+
+
+def test_a_repeated_prolog(site: Site) -> None:
+    """A Prolog that runs again has the same lease; that of another job with the same id ends the lease of the first."""
+    hook = str(site.cluster.place / "hooks" / "prolog")
+    variables = ["env", "SLURM_JOB_ID=4712", "SLURM_JOB_UID=3001", "SLURM_JOB_GID=3001", "SLURM_JOB_GPUS=1"]
+    variables += ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25", "SLURM_JOB_USER=ann", "SLURMD_NODENAME=slurmnode"]
+    for _ in range(2):
+        assert site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=1", hook).stderr == ""
+        (first,) = site.leases(4712)
+        assert first["holders"][0]["kind"] == "claim"
+        assert first["gpus"] == [site.node.get("/v1/gpus").json["gpus"][1]["uuid"]]
+    assert len(site.leases(4712)) == 1
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=2", hook)
+    (second,) = site.leases(4712)
+    assert second["id"] != first["id"]
+    # The Epilog of the first comes late, and ends nothing.
+    epilog = str(site.cluster.place / "hooks" / "epilog")
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=1", epilog)
+    assert [each["id"] for each in site.leases(4712)] == [second["id"]]
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=2", epilog)
+    site.wait_until_clean()
+
+
+def test_another_user_cannot_take_a_lease(site: Site) -> None:
+    """What Prolog leaves for a job's tasks is for its user alone."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:25")
+        driven.answer()
+        task = site.state_dir / "jobs" / str(job) / "task"
+        assert site.cluster.run("bert", "cat", str(task), check=False).returncode != 0
+        assert site.cluster.run("bert", "ls", str(task.parent.parent), check=False).returncode != 0
+        assert site.cluster.run("ann", "cat", str(task), check=False).returncode == 0
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_suspended_job_keeps_its_lease(site: Site) -> None:
+    """A suspended job keeps its memory on the GPU, so it keeps its share; it goes on where it was."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50")
+        driven.answer()
+        assert driven.do(f"alloc {GIB}")["ok"]
+        site.cluster.root_run("scontrol", "suspend", str(job))
+        site.cluster.wait_for_state(job, "SUSPENDED")
+        (lease,) = site.leases(job)
+        gpu = next(each for each in site.node.get("/v1/gpus").json["gpus"] if each["uuid"] == lease["gpus"][0])
+        assert gpu["threads_granted"] == 50
+        site.cluster.root_run("scontrol", "resume", str(job))
+        assert driven.do("sync")["ok"]
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_requeued_job_has_another_lease(site: Site) -> None:
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50", "--requeue")
+        driven.answer()
+        (first,) = site.leases(job)
+        site.cluster.root_run("scontrol", "requeue", str(job))
+        site.wait_until_clean()
+        # Slurm waits two minutes by itself. 22.05 runs no Prolog where the job starts within a second of its end.
+        site.cluster.root_run("scontrol", "update", f"jobid={job}", "StartTime=now+3seconds")
+        assert driven.answer()["active_thread_percentage"] == 50
+        (second,) = site.leases(job)
+        assert second["id"] != first["id"]
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_job_without_a_gpu_is_left_alone(site: Site) -> None:
+    """A job without a GPU, and one with a whole GPU, have no lease, and run as without mpsd."""
+    for options in ((), ("--gres=gpu:1",)):
+        job = site.cluster.submit("ann", 'echo "lease: $MPSD_LEASE"', *options)
+        site.cluster.wait_for_state(job, "COMPLETED")
+        assert site.cluster.output(job) == "lease: \n"
     site.wait_until_clean()

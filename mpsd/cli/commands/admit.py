@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import ForEval, environment, note, with_api, with_form
+from mpsd.cli.command import ForEval, note, with_api, with_form
 from mpsd.cli.leases import caller, find, start
 from mpsd.cli.leases.take import check_share, released_unless_printed, take
 from mpsd.cli.options import (
@@ -28,6 +28,7 @@ from mpsd.cli.render import amounts, numbers_of_gpus
 from mpsd.cli.terminal import interactive_shell
 from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Client, waiting
+from mpsd.client.environment import environment, own_connections
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.mps_facts import MAX_CONNECTIONS, MOST_CONNECTIONS
 from mpsd.core.sanitize import plain
@@ -74,6 +75,24 @@ def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | Non
         uid = "UID" if number(name) is None else name
         raise click.BadParameter(f"there is no user {briefly(name)}; one without an account here: --user {uid}:GID")
     return found
+
+
+def _framework(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
+    """Refuse the name of an unknown framework before a lease is taken."""
+    if name is not None:
+        from mpsd.core import frameworks  # no other command needs it
+
+        try:
+            frameworks.named(name)
+        except InvalidRequestError as error:
+            raise click.BadParameter(f"{error.detail}: {error.hint}") from None
+    return name
+
+
+def _frameworks(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    from mpsd.core import frameworks
+
+    return [each for each in frameworks.NAMES if each.startswith(incomplete.lower())]
 
 
 def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
@@ -295,17 +314,25 @@ def _ends_with(lease: "answer_types.Lease") -> str:
 
 def _with_own_connections(request: dict[str, object]) -> dict[str, object]:
     """Return a request with the connections that its program will have, as mpsctl has them."""
-    own = os.environ.get(MAX_CONNECTIONS, "")
-    if request["connections"] is None and own in map(str, range(1, MOST_CONNECTIONS + 1)):
-        return {**request, "connections": int(own)}
-    return request
+    return {**request, "connections": own_connections(os.environ)} if request["connections"] is None else request
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @with_request
+@_option(
+    "--for",
+    "framework",
+    metavar="FRAMEWORK",
+    callback=_framework,
+    shell_complete=_frameworks,
+    help="Framework that COMMAND runs (vllm, sglang, jax, pytorch, tensorflow, triton): mpsctl sets the variable by"
+    " which it keeps to the lease, unless you have, and names the option that it needs.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
-def run(api: Client, command: tuple[str, ...], wait: float, owner: User | None, **request: object) -> None:
+def run(
+    api: Client, command: tuple[str, ...], wait: float, owner: User | None, framework: str | None, **request: object
+) -> None:
     """Take out a lease and run COMMAND with its environment.
 
     \b
@@ -343,7 +370,19 @@ def run(api: Client, command: tuple[str, ...], wait: float, owner: User | None, 
             )
         if os.geteuid() == 0 and owner is None and (warning := start.warning_of_another_user(command)):
             note(warning)
-        start.become(api, lease, command, owner=owner)
+        more = _told(api, lease, framework, command) if framework is not None else None
+        start.become(api, lease, command, owner=owner, more=more)
+
+
+def _told(api: Client, lease: "answer_types.Lease", framework: str, command: Sequence[str]) -> dict[str, str]:
+    """Return the variables to set for a framework, and tell its user what remains to be done."""
+    from mpsd.client import advice
+    from mpsd.core import frameworks
+
+    found = frameworks.applied(framework, *advice.sizes(api, lease), command, caller.environment())
+    if found.note:
+        note(found.note)
+    return found.variables
 
 
 @click.command()

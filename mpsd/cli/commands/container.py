@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
-from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
+from mpsd.cli.command import note, of_files, print_answer, with_api, with_form
 from mpsd.cli.commands.admit import with_request
 from mpsd.cli.groups import Commands
 from mpsd.cli.leases import find, start
@@ -19,6 +19,7 @@ from mpsd.cli.options import DURATION, given, lease_names, together
 from mpsd.cli.tables import PLAIN, columns_of, table
 from mpsd.cli.users import user
 from mpsd.client import Client
+from mpsd.client.environment import environment
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import environment, note, of_files, with_api
+from mpsd.cli.command import note, of_files, with_api
 from mpsd.cli.commands.admit import with_request
 from mpsd.cli.groups import Commands
 from mpsd.cli.leases import find, start
@@ -21,6 +21,7 @@ from mpsd.cli.options import given
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
 from mpsd.client import Client
+from mpsd.client.environment import environment
 from mpsd.core.configuration.profiles import Profile
 from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError

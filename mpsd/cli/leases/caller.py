@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import environment as environment_of
 from mpsd.cli.command import now, print_answer
 from mpsd.cli.render import as_env_file, as_exports
 from mpsd.cli.users import name_of
 from mpsd.client import Client
+from mpsd.client.environment import environment as environment_of
+from mpsd.client.environment import foreign
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -82,10 +83,8 @@ def unset(names: Iterable[str]) -> str:
 def print_lease(api: Client, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
     """Print a lease in any format; the formats for programs contain its token."""
     if form == "env":
-        from mpsd.core.mps_facts import UNASKED
-
         variables = environment_of(api, lease, share)
-        if inherited := [name for name in UNASKED if name in os.environ and name not in variables]:
+        if inherited := foreign(os.environ, variables):
             click.echo(unset(inherited))
         click.echo(as_exports(variables))
     elif form == "env-file":

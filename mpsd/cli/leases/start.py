@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from mpsd.cli.command import environment
 from mpsd.cli.leases import caller
 from mpsd.cli.users import User, variables_of
 from mpsd.client import Client
+from mpsd.client.environment import environment, with_variables
 from mpsd.core.errors import MpsdError
-from mpsd.core.mps_facts import UNASKED
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -50,11 +49,11 @@ def become(
     a shell's status. Raises the errors of `environment`.
     """
     variables = environment(api, lease, share=0)
-    inherited = {name: value for name, value in caller.environment().items() if name not in UNASKED}
+    everything = with_variables(caller.environment(), variables)
     try:
         if owner is not None:
-            variables |= _become(owner)
-        os.execvpe(command[0], [*command], {**inherited, **variables, **(more or {})})  # noqa: S606 - that is what it is for
+            everything |= _become(owner)
+        os.execvpe(command[0], [*command], {**everything, **(more or {})})  # noqa: S606 - that is what it is for
     except OSError as error:
         _refuse(command, error)
 

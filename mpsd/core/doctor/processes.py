@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import mps_facts
-from mpsd.core.doctor import frameworks
+from mpsd.core import frameworks, mps_facts
 from mpsd.core.doctor.finding import (
     AS_ROOT,
     ClientSeen,
@@ -21,8 +20,8 @@ from mpsd.core.doctor.finding import (
     unread,
     warn,
 )
-from mpsd.core.doctor.frameworks import Demand, Framework
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
+from mpsd.core.frameworks import Demand, Framework
 from mpsd.core.gpus import clients_max
 from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
@@ -282,11 +281,6 @@ CHECKS: Final = (_foreign, _usual, _other, _other_mpsd, _orphans, _lookalikes, _
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-_CONTEXT: Final = 23 * MIB
-"""Bytes of a lease that a context takes before a framework looks: the least that was measured (T4, driver 535; on an
-H200 with driver 580 it was 145 to 517 MiB)."""
-
-
 def _unreadable(seen: Observed) -> Iterator[Finding]:
     """Yield a finding where leases could not be inspected, and for each process whose environment cannot be read."""
     yield from unread(seen.clients)
@@ -378,7 +372,7 @@ def _beyond_lease(each: ClientSeen, framework: Framework, demand: Demand, total:
         yield unknown(
             f"{runs}, which sizes itself by the total memory of its GPU, and that is unknown", AS_ROOT, subject
         )
-    elif total is not None and (takes := demand.size or int(demand.part * total)) > each.granted - _CONTEXT:
+    elif total is not None and (takes := frameworks.exceeds(demand, each.granted, total)):
         size, whole, has = map(format_size, (takes // MIB * MIB, total, each.granted))
         how = f"by {demand.given}" if demand.given else "where it is not configured otherwise"
         share = f"{demand.part:.0%} of the GPU's total memory at once" if demand.part else "memory"
@@ -386,7 +380,7 @@ def _beyond_lease(each: ClientSeen, framework: Framework, demand: Demand, total:
         if framework is frameworks.SGLANG:
             because = f"{runs}, which leaves for its work what it computes from the {whole} of the GPU, and a"
             because += f" process of {each.lease} may have {has}"
-        remedy = f"start it with {frameworks.setting(framework, each.granted / total, demand.given)}"
+        remedy = f"start it with {frameworks.setting(framework, each.granted, total, demand.given)}"
         yield warn(because, remedy, subject, pid=each.pid, total=total, granted=each.granted)
 
 

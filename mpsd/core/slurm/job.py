@@ -78,19 +78,16 @@ def of(environment: Mapping[str, str]) -> Job:
 
 
 def _identity(environment: Mapping[str, str]) -> str:
-    """Return the SLUID, or the id with the start time; 22.05 tells hooks neither: the id, the user, and the restarts.
+    """Return the SLUID, or the id with the start time; 22.05 tells hooks neither: the id with the user.
 
-    There, a later job of the same user with the same id counts as the same; its control group has the same path, too.
+    There, a later job of the same user with the same id counts as the same: its control group has the same path, too.
+    The number of restarts tells no job from another: the Epilog of a job that is requeued has that of the next run.
     """
     number, sluid = environment["SLURM_JOB_ID"], environment.get("SLURM_JOB_SLUID", "")
-    start = environment.get("SLURM_JOB_START_TIME", "")
-    restarts = environment.get("SLURM_JOB_RESTART_COUNT", "")
     if _PLAIN.match(sluid):
-        # A job that was requeued may keep it.
-        return f"{sluid}.{restarts}" if restarts.isdecimal() and restarts != "0" else sluid
-    if start.isdecimal():
-        return f"{number}.{start}"
-    return f"{number}.u{environment['SLURM_JOB_UID']}" + (f".r{restarts}" if restarts.isdecimal() else "")
+        return sluid
+    start = environment.get("SLURM_JOB_START_TIME", "")
+    return f"{number}.{start}" if start.isdecimal() else f"{number}.u{environment['SLURM_JOB_UID']}"
 
 
 def requested(job: Job, *, believes_comment: bool) -> Request | None:

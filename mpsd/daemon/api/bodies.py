@@ -162,6 +162,16 @@ class RenewRequest(RequestBody):
     ttl: Annotated[Seconds, about("Seconds.")]
 
 
+class GateRequest(RequestBody):
+    __doc__ = "How many processes of a lease begin together, the calling one included, and how long it waits for them."
+
+    processes: Annotated[int, Meta(ge=1, le=1000), about("The same number from each of them.")]
+    within: Annotated[
+        Annotated[float, Meta(gt=0, le=3600)],
+        about("Seconds, an hour at most; the shortest time of any of them counts for all."),
+    ] = 60.0
+
+
 class HolderRequest(RequestBody, kw_only=True):
     __doc__ = "Another holder of a lease: one of `pid`, `cgroup`, `unit` and `claim`; without any, the calling process."
 

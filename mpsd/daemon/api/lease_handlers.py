@@ -13,7 +13,13 @@ from mpsd.core.admission import users
 from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.containers import cdi
 from mpsd.core.enforcement.violations import Doubt, Violation
-from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
+from mpsd.core.errors import (
+    CapacityError,
+    DoesNotFitError,
+    GateFailedError,
+    InvalidRequestError,
+    NotPermittedError,
+)
 from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.roles import check_reserved
@@ -304,16 +310,28 @@ class LeaseHandlers:
         program = (str(installation.programs() / "mpsctl"),)
         return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.content.shared_memory))
 
+    async def gate(self, request: RequestOf[bodies.GateRequest]) -> answer_types.Gate:
+        """Answer when this many processes of a lease wait here and each is verified, or refuse all of them at once."""
+        # The kernel says which process calls. One that belongs to the lease by its token alone is known to do so once a
+        # server lists it.
+        lease, caller, wanted = self._theirs(request), naming.connected(request), request.content
+        if lease.state in {LeaseState.WAITING, LeaseState.ENDED}:
+            because = f"lease {lease.id} has no processes that could wait for each other: it {_now_is(lease)}"
+            raise GateFailedError(because, hint="wait at the gate of a lease that is granted: mpsctl leases")
+        clients = self._node.leases.clients
+        if not clients.is_process_of(lease, caller.identity):
+            await self._see_clients(lease)
+        if not clients.is_process_of(lease, caller.identity) or caller.is_gone():
+            raise NotPermittedError(
+                f"process {caller.pid} is no process of lease {lease.id}",
+                hint="wait at its gate in the processes that its holder starts; each opens a connection of its own",
+            )
+        pids = await self._node.gates.wait(lease, caller, wanted.processes, wanted.within)
+        return answer_types.Gate(lease=lease.id, processes=pids)
+
     async def verify(self, request: Request) -> answer_types.Verify:
         """Tell whether every process of a lease is under MPS and within its limits, by facts read for this answer."""
-        lease = self._theirs(request)
-        late: list[str] = []
-        if lease.shares and lease.state is not LeaseState.ENDED:
-            late = await self._node.refresh(lease)
-            if await self._node.violation_monitor.see(lease):
-                self._node.inspect()  # the violations get the hint that fits
-            lease = self._node.leases.find(lease.id)
-        verdict = self._node.violation_monitor.verify(lease, late)
+        lease, verdict = await self._node.verify(self._theirs(request))
         return answer_types.Verify(
             lease=lease.id,
             ok=verdict.ok,
@@ -326,6 +344,10 @@ class LeaseHandlers:
             unknown=[*verdict.unknown],
             hint=verdict.hint or None,
         )
+
+
+def _now_is(lease: Lease) -> str:
+    return "waits" if lease.state is LeaseState.WAITING else f"has ended: {lease.because}"
 
 
 def _amount(shares: Collection[Share]) -> str:

@@ -36,7 +36,7 @@ def of_request(request: RequestOf[LeaseRequest], settings: Settings) -> Iterator
     """
     body, holder = request.content, request.content.holder
     if holder is None and body.pid is None and body.owner is None:
-        living, who = _connected(request), request.peer.credentials
+        living, who = connected(request), request.peer.credentials
         yield *_owner(request, None, who.uid, who.gid, living), NamedHolder.process(living)
         return
     if holder is None:
@@ -212,7 +212,7 @@ def _may_name(request: Request, group: OpenGroup) -> bool:
         return False
     if not request.principal.contained:
         return True
-    caller = _connected(request)
+    caller = connected(request)
     own = dict(Membership(caller.pid, control_groups.hierarchies()).own()).get(group.group.hierarchy)
     return own is not None and f"{group.group.path}/".startswith(f"{own}/") and not caller.is_gone()
 
@@ -282,7 +282,7 @@ def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
     """
     who = request.peer.credentials
     if pid is None or pid == who.pid:
-        living = _connected(request)
+        living = connected(request)
         yield _NamedProcess(living, who.uid, who.gid, proc.real_uid(living.pid))
         return
     with closing(_opened(request, pid)) as living:
@@ -296,7 +296,7 @@ def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
         yield _NamedProcess(living, *user, real_uid)
 
 
-def _connected(request: Request) -> Process:
+def connected(request: Request) -> Process:
     """Return the calling process. Raises PeerUnknownError when the kernel does not show it."""
     connected = request.peer.process()
     if connected is None:

@@ -253,6 +253,12 @@ class Clients:
         await self._ceilings.open(lease)
         return self._ledger.leases.get(lease_id, lease)
 
+    def is_process_of(self, lease: Lease, process: ProcessIdentity) -> bool:
+        """Tell whether a process holds a lease, is a client or bearer of it, or is in its family or control groups."""
+        if process in {*holders.processes(lease), *lease.clients, *lease.bearers}:
+            return True
+        return any(each.id == lease.id for each in self.leases_with(process.pid))
+
     def leases_with(self, pid: int) -> Iterator[Lease]:
         """Yield a process's leases by its family or control groups, of its own uid alone, the nearest first."""
         uid = proc.real_uid(pid)

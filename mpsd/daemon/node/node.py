@@ -12,6 +12,7 @@ from msgspec import structs
 from mpsd.core import health, holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Amount, Offer, Refusal
+from mpsd.core.enforcement.verification import Verification
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
@@ -31,6 +32,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.admission_checks import AdmissionChecks
 from mpsd.daemon.node.client_ends import ClientEnds
 from mpsd.daemon.node.control_daemons import ControlDaemons
+from mpsd.daemon.node.gates import Gates
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.node.user_groups import UserGroups
 from mpsd.daemon.record.lacks import Lacks
@@ -93,6 +95,7 @@ class Node:
         )
         self.client_ends = ClientEnds(control_daemons, gpus, leases, endings, log)
         self.user_groups = UserGroups(reader)
+        self.gates = Gates(self.verify, log)
         self._checks = AdmissionChecks(
             leases.ledger, gpus, quarantine, daemons=run_dir.daemons, settings=settings, reader=reader, log=log
         )
@@ -212,6 +215,16 @@ class Node:
             self.inspect(read=True)
         return late
 
+    async def verify(self, lease: Lease) -> tuple[Lease, Verification]:
+        """Judge a lease by facts read for this answer, and return it as it is then. Raises NotFoundError."""
+        late: list[str] = []
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            late = await self.refresh(lease)
+            if await self.violation_monitor.see(lease):
+                self.inspect()  # the violations get the hint that fits
+            lease = self.leases.find(lease.id)
+        return lease, self.violation_monitor.verify(lease, late)
+
     def _note_change(self) -> None:
         """Note that a daemon, a GPU or the settings have changed: the offers and the ceilings follow soon."""
         self._is_offered = False
@@ -245,6 +258,7 @@ class Node:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._answered.wait(), _LAST_ANSWERS)
         self._stopping = True
+        self.gates.leave()
         self.leases.leave()
 
     def _apply(self, settings: Settings) -> None:

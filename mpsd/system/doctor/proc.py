@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor import frameworks
+from mpsd.core import frameworks
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
 from mpsd.core.doctor.parts import DAEMON, SERVER, UNREAD
 from mpsd.core.model import Known, Reading, Unknown

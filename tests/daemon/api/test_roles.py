@@ -109,6 +109,8 @@ def body_of(method: str, path: str) -> object:
     """Return a body that this route would accept."""
     if (method, path) == ("POST", "/v1/leases"):
         return {"threads": 1, "memory": "1MiB"}
+    if path.endswith("/gate"):
+        return {"processes": 1, "within": 0.1}
     return {"ttl": 60} if path.endswith("/renew") else None
 
 
@@ -254,7 +256,9 @@ class TestAnothersLease:
             200,
             202,
             204,
-            404 if waiting else 409 if path.endswith("/cdi") else 200,  # this route is for leases without a holder
+            404 if waiting else 200,
+            # These are for leases without a holder, and for processes that use the GPU.
+            409 if path.endswith(("/cdi", "/gate")) else 200,
         }
 
     def test_another_s_process(self, node: Node, line: Line) -> None:

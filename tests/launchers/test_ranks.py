@@ -1,8 +1,10 @@
-"""`mpsctl run --processes N -- mpirun -n N`: the ranks of a job share one lease, whatever becomes of them."""
+"""Ranks that mpirun and torchrun start under `mpsctl run --processes N` share one lease, whatever becomes of them."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from typing import Final
 
 import pytest
 
@@ -10,17 +12,30 @@ from tests.harness import wait_until
 from tests.launchers.conftest import Job
 from tests.node import Node
 
-RANKS = 8
+RANKS: Final = 8
 
-LAUNCHERS = (
-    pytest.param(("mpirun.openmpi", "--oversubscribe"), marks=pytest.mark.launchers("mpirun.openmpi"), id="Open MPI"),
-    pytest.param(("mpirun.mpich",), marks=pytest.mark.launchers("mpirun.mpich"), id="MPICH"),
+OPEN_MPI: Final = ("mpirun.openmpi", "--oversubscribe", "-n", f"{RANKS}")
+MPICH: Final = ("mpirun.mpich", "-n", f"{RANKS}")
+TORCHRUN: Final = ("torchrun", "--standalone", "--nproc-per-node", f"{RANKS}", "--no-python")
+
+LAUNCHERS: Final = (
+    pytest.param(OPEN_MPI, marks=pytest.mark.launchers("mpirun.openmpi"), id="Open MPI"),
+    pytest.param(MPICH, marks=pytest.mark.launchers("mpirun.mpich"), id="MPICH"),
+    pytest.param(
+        TORCHRUN,
+        # PyTorch is too large to be required in CI.
+        marks=[
+            pytest.mark.launchers(),
+            pytest.mark.skipif(shutil.which("torchrun") is None, reason="pip install torch, and torchrun in PATH"),
+        ],
+        id="torchrun",
+    ),
 )
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_share_a_lease(node: Node, job: Callable[..., Job], launcher: tuple[str, ...]) -> None:
-    started = job("--fraction", "0.5", "--processes", f"{RANKS}", "--", *launcher, "-n", f"{RANKS}", ranks=RANKS)
+    started = job("--fraction", "0.5", "--processes", f"{RANKS}", "--", *launcher, ranks=RANKS)
     answers = started.started()
     (lease,) = node.leases()
     assert {each["server"] for each in answers} == {answers[0]["server"]}
@@ -40,7 +55,7 @@ def test_ranks_share_a_lease(node: Node, job: Callable[..., Job], launcher: tupl
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank(node: Node, job: Callable[..., Job], launcher: tuple[str, ...]) -> None:
     """The launcher ends the other ranks, and the lease ends with the launcher."""
-    started = job("--fraction", "0.5", "--processes", f"{RANKS}", "--", *launcher, "-n", f"{RANKS}", ranks=RANKS)
+    started = job("--fraction", "0.5", "--processes", f"{RANKS}", "--", *launcher, ranks=RANKS)
     started.started()
     os.kill(started.pids[3], signal.SIGKILL)
     assert started.ended() != 0

@@ -1,0 +1,92 @@
+"""The client of mpsd's API for programs of asyncio.
+
+    import asyncio
+    import os
+    import mpsd
+
+    async def main() -> None:
+        async with mpsd.AsyncClient() as api, api.leased(fraction=0.25, wait=60) as lease:
+            job = await asyncio.create_subprocess_exec("true", env={**os.environ, **lease["env"]})
+            await job.wait()
+
+    asyncio.run(main())
+
+Many tasks may use one AsyncClient. A lease is held by the process, not by the task that took it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from mpsd.client import waiting
+from mpsd.client.async_routes import AsyncRoutes
+from mpsd.client.client import Client
+from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+
+if TYPE_CHECKING:
+    from mpsd.client import answer_types
+
+
+class AsyncClient(AsyncRoutes):
+    """mpsd, with one method for each route, and leases that no cancellation leaves behind."""
+
+    async def take(self, request: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
+        """Return the requested lease once it is granted, within `wait` seconds (`inf`: without a limit).
+
+        It is `mpsd.client.waiting.take`: a request whose answer is lost is repeated, and gets one lease. A task that is
+        cancelled meanwhile gives up its place, or a lease that was granted at that very moment; it ends when that is
+        done, and at once when it is cancelled again. Raises the errors of `admit`.
+        """
+        request_id = str(request.get("request_id") or waiting.new_request_id())
+        attempts = waiting.Attempts({**request, "request_id": request_id}, wait)
+        try:
+            while True:
+                try:
+                    await self.connect()
+                    return await self.admit(attempts.next(), deadline=attempts.left + self.deadline)
+                except (UnreachableError, StoppingError) as error:
+                    pause = attempts.pause_after(error)
+                await asyncio.sleep(pause)
+        except MpsdError:
+            raise
+        except BaseException:
+            await self._to_the_end(lambda client: waiting.give_up(client, request_id))
+            raise
+
+    @contextlib.asynccontextmanager
+    async def leased(self, *, wait: float = 0, **request: object) -> AsyncIterator["answer_types.Lease"]:
+        """Take a lease for the block, as `take` does; `request` has the fields of `admit`.
+
+        At its end, however that comes about, the lease is released. Where mpsd is away then, the lease ends with this
+        process.
+        """
+        lease = await self.take(request, wait=wait)
+        try:
+            yield lease
+        except BaseException:
+            await self._to_the_end(lambda client: client.release(lease["id"]))
+            raise
+        error = await self._to_the_end(lambda client: client.release(lease["id"]))
+        if error is not None and not isinstance(error, UnreachableError | StoppingError):
+            raise error
+
+    async def _to_the_end(self, call: Callable[[Client], object]) -> MpsdError | None:
+        """Call mpsd in a thread, which goes on whatever cancels this task; return the error.
+
+        One cancellation is delayed until then.
+        """
+        done = asyncio.get_running_loop().run_in_executor(None, self._call, call)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
+
+    def _call(self, call: Callable[[Client], object]) -> MpsdError | None:
+        try:
+            with Client(self.path, deadline=self.deadline, trusted=self.trusted) as client:
+                waiting.through_a_restart(lambda: call(client))
+        except MpsdError as error:
+            return error
+        return None

@@ -1,0 +1,246 @@
+"""A process pool whose workers share one lease, and functions of which each call has a process and a lease."""
+
+import contextlib
+import functools
+import importlib
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
+
+from mpsd.client.ends import end_clients
+from mpsd.client.lease import Lease, Options
+from mpsd.client.worker import Worker, Workers
+from mpsd.core.errors import InvalidRequestError, MpsdError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_ANSWER: Final = 5.0
+"""Seconds for each answer of mpsd about a worker that is gone."""
+
+_REAPED: Final = 5.0
+"""Seconds for the executor to end and reap the workers beside one that is gone."""
+
+_LOOK: Final = 0.01
+"""Seconds between two looks whether they are."""
+
+
+class _Result(Future[T]):
+    """A future of a pool, whose error about a worker that is gone says what mpsd knows of it."""
+
+    knowledge: "_Knowledge"
+
+    def result(self, timeout: float | None = None) -> T:
+        try:
+            return super().result(timeout)
+        except BrokenProcessPool as error:
+            self.knowledge.explain(error)
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if isinstance(error, BrokenProcessPool):
+            self.knowledge.explain(error)
+        return error
+
+
+class Pool(ProcessPoolExecutor):
+    """A `concurrent.futures.ProcessPoolExecutor` whose workers share one lease, which ends with them.
+
+        with mpsd.Pool(4, fraction=0.5, wait="10m") as pool:
+            print(list(pool.map(work, range(100))))
+
+    The lease is for `max_workers` processes in equal parts, and with `gpus` they are divided over its GPUs; the other
+    arguments are those of `mpsd.lease`, and of the executor. A worker has the variables of the lease before it imports
+    anything. This process holds the lease and stays outside. Workers start by the method `spawn`: a function and its
+    arguments are pickled, and a program that makes a Pool does so below `if __name__ == "__main__":`.
+
+    The lease ends once the workers have ended, after `shutdown` or the `with` block. When this process is gone, be it
+    by SIGKILL, the workers end at once, and the lease with them. When a worker is gone, BrokenProcessPool says what
+    mpsd knows about it. The constructor raises the errors of `Lease.open`.
+    """
+
+    def __init__(
+        self,
+        max_workers: int,
+        *,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+        max_tasks_per_child: int | None = None,
+        **request: Unpack[Options],
+    ) -> None:
+        if "processes" in request:
+            raise InvalidRequestError(
+                "the lease of a pool is for as many processes as it has workers", hint="leave out processes"
+            )
+        workers = Workers()
+        super().__init__(max_workers, workers, initializer, initargs, max_tasks_per_child=max_tasks_per_child)
+        self._workers = workers.all
+        request["processes"] = -(-max_workers // (request.get("gpus") or 1))
+        self.lease = Lease(**request).open(sets_environment=False)
+        """The lease of the workers."""
+        workers.environments = self.lease.environments or workers.environments
+        self._knowledge = _Knowledge(self.lease, self._workers)
+        self._release = weakref.finalize(self, _release_in_background, self.lease, self._workers)
+        self._release.atexit = False  # the lease ends with this process
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have a worker call a function, as ProcessPoolExecutor does."""
+        try:
+            future = super().submit(function, *args, **kwargs)
+        except BrokenProcessPool as error:
+            self._knowledge.explain(error)
+            raise
+        future.__class__ = _Result  # the executor makes it itself, and its threads set it
+        cast("_Result[T]", future).knowledge = self._knowledge
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
+        """End the workers after what was submitted, and then the lease; without `wait`, in the background."""
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if not wait:
+            self._release()
+        elif self._release.detach():
+            _release(self.lease, self._workers)
+
+    def end(self) -> None:
+        """End the workers and the lease at once: mpsd ends their work on the GPU, which spares their neighbours."""
+        super().shutdown(wait=False, cancel_futures=True)
+        if self.lease.id:
+            end_clients(self.lease)
+        for each in self._workers:
+            with contextlib.suppress(ValueError):  # it was closed
+                each.kill()
+        self.shutdown(wait=True, cancel_futures=True)
+
+
+def _release_in_background(lease: Lease, workers: Sequence[Worker]) -> None:
+    threading.Thread(target=_release, args=(lease, workers), name="mpsd-release", daemon=True).start()
+
+
+def _release(lease: Lease, workers: Sequence[Worker]) -> None:
+    """Release the lease of workers once they have ended; a forked child has neither."""
+    if not lease.is_held_here:
+        return
+    for each in workers:
+        with contextlib.suppress(ValueError):  # it was never started
+            wait([each.sentinel])
+    lease.close()
+
+
+class _Knowledge:
+    """What mpsd and the kernel know about the workers of a lease that are gone."""
+
+    def __init__(self, lease: Lease, workers: Sequence[Worker]) -> None:
+        self._lease = lease
+        self._workers = workers
+        self._why = ""
+
+    def explain(self, error: BrokenProcessPool) -> None:
+        """Add it to an error, once."""
+        self._why = self._why or _why(self._lease, self._workers)
+        if self._why not in str(error):
+            error.args = (f"{error} {self._why}",)
+
+
+def _why(lease: Lease, workers: Sequence[Worker]) -> str:
+    """Say how the first workers ended, and what mpsd knows about that."""
+    end = time.monotonic() + _REAPED
+    while any(each.exitcode is None for each in workers) and time.monotonic() < end:
+        time.sleep(_LOOK)  # the executor ends the others by SIGTERM, and waits for all
+    gone = [each for each in workers if each.exitcode]
+    gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
+    said = ", ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
+    try:
+        facts = [*dict.fromkeys(_facts(lease, {each.pid for each in workers}))]
+    except MpsdError as error:
+        facts = [f"no answer: {error.detail}"]
+    return f"{said}; mpsd: {'; '.join(facts)}"
+
+
+def _ended(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"exited with {status}"
+    return f"was ended by {signal.Signals(-status).name}"
+
+
+_TELLING: Final = frozenset({"violation", "client_ended", "lease_clients_lost", "lease_expired"})
+"""The kinds of events that may explain the end of a worker."""
+
+
+def _facts(lease: Lease, pids: Collection[int | None]) -> Iterator[str]:
+    """Yield what mpsd knows of a lease and of its processes. Raises MpsdError."""
+    if lease.answer is None:
+        yield "there is none on this machine"
+        return
+    with lease.client.another(deadline=_ANSWER) as client:
+        for _, event in client.events(0, follow=False):
+            about: dict[str, object] = {**event}
+            if event["event"] in _TELLING and (about.get("lease") == lease.id or about.get("pid") in pids):
+                yield f"{about.get('because')}"
+        answer = client.lease(lease.id)
+    yield from (each["because"] for each in answer["violations"])
+    yield f"{lease.id} is {answer['state']}: {answer['because']}"
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+_functions: Final[dict[tuple[str, str], Callable[..., object]]] = {}
+"""The functions of `process`, by module and qualified name: there, the name has the function that calls a process."""
+
+
+def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have each call of a function run in a process of its own, under a lease of its own.
+
+        @mpsd.process(fraction=0.25, wait="10m")
+        def work(size):
+            return mpsd.current().memory
+
+        if __name__ == "__main__":
+            print(work(100))
+
+    The arguments of the decorator are those of `mpsd.lease`. A call waits for the lease, the process and its result;
+    calls in several threads run at once. The function is found by its name, in a module or in the program, and its
+    arguments and its result are pickled, as for Pool. An exception of the function is raised here, with its traceback
+    as the cause; a process that is gone without a result raises BrokenProcessPool. An exception of the waiting thread,
+    such as KeyboardInterrupt, ends the process. Raises the errors of `Lease.open`, before anything ran.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        place = function.__module__, function.__qualname__
+        _functions[place] = function
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with Pool(1, **request) as pool:
+                future = pool.submit(_call, place, args, kwargs)
+                try:
+                    return cast("T", future.result())
+                finally:
+                    if not future.done():  # the wait was interrupted
+                        pool.end()
+
+        return call
+
+    return decorate
+
+
+def _call(place: tuple[str, str], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """Call a function of `process`, in its process."""
+    module, name = place
+    importlib.import_module(module)
+    # A program's main module has another name in the processes that multiprocessing starts.
+    own = ("__mp_main__", name) if module == "__main__" and place not in _functions else place
+    if own not in _functions:
+        raise InvalidRequestError(
+            f"{module}.{name} is not found in a process of its own",
+            hint="decorate a function of a module, or of a program in a file, at its outermost level",
+        )
+    return _functions[own](*args, **kwargs)

@@ -1,0 +1,96 @@
+"""Nothing is left of a program, its processes and its leases when one of them is killed at any line of the client."""
+
+import random
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.client.scripts import Script, started_by, wait_until_free
+from tests.harness import wait_until
+from tests.node import Node
+
+TRACED: Final = """
+import signal
+
+LINE, VICTIM = int(os.environ["KILL_AT"]), os.environ["KILL"]
+count = 0
+
+def kill():
+    if VICTIM == "caller":
+        os.kill(os.getpid(), signal.SIGKILL)
+    children = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as file:
+            children += map(int, file.read().split())
+    if children:
+        os.kill(children[-1], signal.SIGKILL)
+
+def trace(frame, event, _):
+    global count
+    if "/mpsd/client/" not in frame.f_code.co_filename:
+        return None
+    count += event == "line"
+    if count == LINE and event == "line":
+        kill()
+    return trace
+
+def double(x):
+    return 2 * x
+
+@mpsd.process(fraction=0.1)
+def triple(x):
+    return 3 * x
+
+def program():
+    with mpsd.spawn(["sleep", "1000"], fraction=0.1) as process:
+        process.poll()
+
+def pool():
+    with mpsd.Pool(2, fraction=0.1) as pool:
+        list(pool.map(double, [1, 2]))
+
+def attempt(function, *arguments):
+    try:
+        function(*arguments)
+    except (mpsd.MpsdError, OSError, RuntimeError) as error:  # BrokenProcessPool is a RuntimeError
+        print(repr(error), file=sys.stderr)
+"""
+
+MAIN: Final = {
+    "spawn": "attempt(program)",
+    "pool": "attempt(pool)",
+    "process": "attempt(triple, 1)",
+}
+
+
+def run(folder: Path, node: Node, name: str, victim: str, line: int) -> int:
+    """Run a program whose client is killed at this line, counted from its start; return the lines that it ran."""
+    marker = f"MPSD_TEST_MARKER=killed-{name}-{victim}-{line}"
+    text = f"""
+        import mpsd.client.processes, mpsd.client.watcher, mpsd.core.units
+        sys.settrace(trace)
+        threading.settrace(trace)
+        {MAIN[name]}
+        sys.settrace(None)
+        tell(count)
+        """
+    variables = {"KILL_AT": f"{line}", "KILL": victim, **dict([marker.split("=")])}
+    with Script(folder, node, text, before=TRACED, environment=variables) as script:
+        status, lines, messages = script.end()
+        assert status == (-9 if victim == "caller" and line else 0), messages
+    wait_until(lambda: not started_by(marker), what="all processes to end", deadline=30)
+    wait_until_free(node)
+    return int(lines[0][0]) if lines else 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["caller", "child"])
+@pytest.mark.parametrize("name", [*MAIN])
+def test_killed_anywhere(node: Node, short_tmp: Path, name: str, victim: str) -> None:
+    """SIGKILL at any of these lines, of the caller or of its last child, leaves no process and no lease."""
+    total = run(short_tmp, node, name, victim, 0)
+    assert total > 100
+    chosen = random.Random(f"{name} {victim}")
+    for line in sorted(chosen.sample(range(1, total), 14)):
+        run(short_tmp, node, name, victim, line)

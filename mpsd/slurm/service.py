@@ -191,9 +191,10 @@ class Service:
                     step(api, now, is_slow=is_slow)
                 except (MpsdError, OSError) as error:
                     troubles[name] = str(error)
-        for name, text in troubles.items():
-            if self._troubles.get(name) != text:
-                _log(f"{name}: {text}; tried again every {_LOOK:g} s")
+                    if self._troubles.get(name) != str(error):
+                        _log(f"{name}: {error}; tried again at each look")
+                    if isinstance(error, UnreachableError):
+                        break  # each further step would wait as long
         self._troubles = troubles
 
     def _follow(self, api: Client, now: float, *, is_slow: bool) -> None:
@@ -228,6 +229,6 @@ def run(settings: Settings, environment: Mapping[str, str]) -> int:
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _log(f"follows mpsd on {settings.socket}, for node {slurm.node}")
-    while signal.sigtimedwait(signals, _LOOK) is None:
+    while signal.sigtimedwait(signals, min(_LOOK, settings.look)) is None:
         service.look(clock.monotonic())
     return 0

@@ -19,11 +19,20 @@ pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), py
 
 MIB = 2**20
 
+SETTINGS = {"look": 1.0}
+
 
 @pytest.fixture(scope="module")
 def site(private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / "sv", fork_server, settings={"look": 1.0}) as started:
+    with running_site(private_root / "sv", fork_server, settings=SETTINGS) as started:
         start_service(started)
+        yield started
+
+
+@pytest.fixture
+def own_site(place: Path, fork_server: ForkServer) -> Iterator[Site]:
+    """Start a site whose daemons the test may end."""
+    with running_site(place, fork_server, settings=SETTINGS) as started:
         yield started
 
 
@@ -84,9 +93,6 @@ def test_what_others_do_to_the_node_stays(site: Site) -> None:
     wait_for_node(site, "drain")
     update_node(site, "state=resume")
     looked(site)
-    stop_service(site)
-    start_service(site)
-    looked(site)
     assert site.cluster.node_state() == "idle"
     site.node.mpsctl("hold", "gpu1", "--reason", "three")
     wait_for_node(site, "drain")
@@ -100,21 +106,28 @@ def looked(site: Site) -> None:
     path = site.state_dir / "node"
     before = path.stat().st_mtime_ns if path.exists() else 0
     seen = {before}
-    wait_until(lambda: seen.add(path.stat().st_mtime_ns) or len(seen) > 3, what="the service to look", not_yet=(OSError,))
+    wait_until(
+        lambda: seen.add(path.stat().st_mtime_ns) or len(seen) > 2, what="the service to look", not_yet=(OSError,)
+    )
 
 
-def test_the_health_check_does_the_same_once(site: Site) -> None:
+def test_the_health_check_does_the_same_once(own_site: Site) -> None:
+    """And a service that starts afterwards respects what an administrator has done since."""
+    site = own_site
+    assert site.cluster.root_run(*program(site, "health")).returncode == 0
+    site.node.mpsctl("hold", "gpu0", "--reason", "by hand")
+    assert site.cluster.root_run(*program(site, "health"), check=False).returncode == 1
+    assert "by hand" in reason(site)
+    site.node.mpsctl("resume", "gpu0")
+    assert site.cluster.root_run(*program(site, "health")).returncode == 0
+    wait_for_node(site, "idle")
+    site.node.mpsctl("hold", "gpu0", "--reason", "again")
+    assert site.cluster.root_run(*program(site, "health"), check=False).returncode == 1
+    update_node(site, "state=resume")
+    start_service(site)
+    looked(site)
+    assert site.cluster.node_state() == "idle"
     stop_service(site)
-    try:
-        assert site.cluster.root_run(*program(site, "health")).returncode == 0
-        site.node.mpsctl("hold", "gpu0", "--reason", "by hand")
-        assert site.cluster.root_run(*program(site, "health"), check=False).returncode == 1
-        assert "by hand" in reason(site)
-        site.node.mpsctl("resume", "gpu0")
-        assert site.cluster.root_run(*program(site, "health")).returncode == 0
-        wait_for_node(site, "idle")
-    finally:
-        start_service(site)
 
 
 def admin_comment(site: Site, job: int) -> str:
@@ -124,10 +137,10 @@ def admin_comment(site: Site, job: int) -> str:
 def test_a_job_is_accounted_for(site: Site) -> None:
     """AdminComment has what was granted and held, beside what others wrote; usage has it by the job's label."""
     with site.driven() as client:
-        job = site.cluster.submit("ann", client.script, "--gres=mps:25")
-        share = client.answer()
-        granted = share["pinned_device_mem_limit"] // MIB
+        job = site.cluster.submit("ann", client.script, "--gres=mps:25", "--hold")
         site.cluster.root_run("scontrol", "update", f"jobid={job}", "admincomment=checked by hand")
+        site.cluster.root_run("scontrol", "release", str(job))
+        granted = client.answer()["pinned_device_mem_limit"] // MIB
         assert client.do(f"alloc {512 * MIB}")["ok"]
 
         def held() -> int:
@@ -146,8 +159,10 @@ def test_a_job_is_accounted_for(site: Site) -> None:
 
 def test_the_lease_of_an_unknown_job_ends(site: Site) -> None:
     """Where neither Epilog nor the end of its control group ended it."""
-    claim = {"claim": {"deadline": 600}, "uid": 3001, "gid": 3001}
-    lease = site.node.lease(threads=10, memory="1GiB", labels={"slurm/job": "4711"}, holder=claim)
+    lease = site.node.lease(
+        threads=10, memory="1GiB", labels={"slurm/job": "4711"}, owner={"uid": 3001, "gid": 3001},
+        holder={"claim": {"deadline": 600}},
+    )  # fmt: skip
     with site.driven() as client:
         job = site.cluster.submit("ann", client.script, "--gres=mps:25")
         client.answer()
@@ -158,8 +173,10 @@ def test_the_lease_of_an_unknown_job_ends(site: Site) -> None:
     site.wait_until_clean()
 
 
-def test_without_slurmctld_it_waits(site: Site) -> None:
+def test_without_slurmctld_it_waits(own_site: Site) -> None:
     """No lease ends because Slurm does not answer, and the service goes on afterwards."""
+    site = own_site
+    start_service(site)
     with site.driven() as client:
         job = site.cluster.submit("ann", client.script, "--gres=mps:25")
         client.answer()

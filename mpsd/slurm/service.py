@@ -1,6 +1,6 @@
 """The service beside mpsd and slurmd: the node's state, AdminComments, and leases that no Epilog has ended.
 
-It looks at mpsd every few seconds, and calls Slurm only where something has changed, and once a minute. What Slurm or
+It looks at mpsd every few seconds, and calls Slurm only where something has changed, and each minute. What Slurm or
 mpsd does not answer is tried again at the next look.
 """
 
@@ -30,16 +30,15 @@ if TYPE_CHECKING:
 _LOOK: Final = 3.0
 """Seconds between two looks at mpsd."""
 
-_SLOW: Final = 60.0
-"""Seconds between two looks at Slurm, and for which a job must be unknown to Slurm before its leases end."""
-
 _SETTLES: Final = 15.0
 """Seconds after which a reason that is no operator's order drains the node: a control daemon restarts in less, and so
 does mpsd."""
 
 _FIRST: Final = 5.0
-"""Seconds until the second writing of a job's AdminComment; each further pause is twice as long, up to _SLOW. Slurm
+"""Seconds until the second writing of a job's AdminComment; each further pause is twice as long, up to _LAST. Slurm
 takes none once a job has ended."""
+
+_LAST: Final = 60.0
 
 _SAID: Final = "node"
 """The file with the reason that the node was drained with."""
@@ -91,9 +90,8 @@ class Node:
         elif isinstance(step, Reason):
             self._slurm.drain(step.text)
             _log(f"node {self._slurm.node} is drained: {step.text}")
-        if (text := "" if wanted is None else wanted.text) != said:
-            self._file.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-            atomic_file.write(self._file, text.encode())
+        self._file.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        atomic_file.write(self._file, ("" if wanted is None else wanted.text).encode())
 
 
 def check_health(settings: Settings, environment: Mapping[str, str]) -> int:
@@ -148,7 +146,7 @@ class Jobs:
             text = judge.text_of(account, written.most)
             if now < written.next or text == written.text:
                 continue
-            written.next, written.pause = now + written.pause, min(written.pause * 2, _SLOW)
+            written.next, written.pause = now + written.pause, min(written.pause * 2, _LAST)
             present = self.slurm.admin_comment(job)
             wanted = judge.merged(present, self.slurm.node, text)
             if wanted != present:
@@ -185,7 +183,7 @@ class Service:
         """Look at mpsd, and bring Slurm up to date; what fails is logged once, and tried again at the next look."""
         is_slow = now >= self._next_slow
         if is_slow:
-            self._next_slow = now + _SLOW
+            self._next_slow = now + self._settings.look
         troubles = {}
         with Client(self._settings.socket, deadline=_ANSWER) as api:
             for name, step in (("node", self._follow), ("jobs", self._account), ("leases", self._tidy)):
@@ -193,9 +191,10 @@ class Service:
                     step(api, now, is_slow=is_slow)
                 except (MpsdError, OSError) as error:
                     troubles[name] = str(error)
-        for name, text in troubles.items():
-            if self._troubles.get(name) != text:
-                _log(f"{name}: {text}; tried again every {_LOOK:g} s")
+                    if self._troubles.get(name) != str(error):
+                        _log(f"{name}: {error}; tried again at each look")
+                    if isinstance(error, UnreachableError):
+                        break  # each further step would wait as long
         self._troubles = troubles
 
     def _follow(self, api: Client, now: float, *, is_slow: bool) -> None:
@@ -230,6 +229,6 @@ def run(settings: Settings, environment: Mapping[str, str]) -> int:
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _log(f"follows mpsd on {settings.socket}, for node {slurm.node}")
-    while signal.sigtimedwait(signals, _LOOK) is None:
+    while signal.sigtimedwait(signals, min(_LOOK, settings.look)) is None:
         service.look(clock.monotonic())
     return 0

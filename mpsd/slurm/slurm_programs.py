@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final
 
-from mpsd.core.errors import UnreachableError
+from mpsd.core.errors import ConfigurationError, UnreachableError
 from mpsd.core.slurm.node import NodeSeen
 from mpsd.system.host.slurm import program
 from mpsd.system.processes import process
 
-_SECONDS: Final = 20.0
+_SECONDS: Final = 10.0
 """Seconds for each of them: slurmctld may be busy, and slurmd ends its health check after 60."""
 
 _MARKS: Final = "*~#!%$@^-+"
@@ -32,7 +32,7 @@ class SlurmPrograms:
         line = self._output("sinfo", "--noheader", f"--nodes={self.node}", "--format=%T|%E").partition("\n")[0]
         state, bar, reason = line.partition("|")
         if not bar:
-            raise UnreachableError(f"Slurm knows no node {self.node}", hint="set node in /etc/mpsd/slurm.toml")
+            raise ConfigurationError(f"Slurm knows no node {self.node}", hint="set node in /etc/mpsd/slurm.toml")
         return NodeSeen(state.rstrip(_MARKS), "" if reason == "none" else reason.strip())
 
     def drain(self, reason: str) -> None:

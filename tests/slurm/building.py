@@ -1,6 +1,7 @@
 """The root file system of a newer Debian with its Slurm: the tests start that one in namespaces, on this kernel."""
 
 import hashlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ _LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*
 
 
 def _place(cache: Path) -> Path:
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    recipe = hashlib.sha256(" ".join([SUITE, *PACKAGES, *_LEFT_OUT]).encode()).hexdigest()[:12]
     return cache / f"slurm-{SUITE}-{recipe}"
 
 
@@ -28,6 +29,17 @@ def made() -> Path | None:
     """Return the root file system, or None where `python3 -m tests.slurm` has not been run."""
     place = _place(systemd.cache_directory())
     return place if place.exists() else None
+
+
+def found() -> Path:
+    """Return the root file system for a test, which skips without one, or fails where such tests are required."""
+    import pytest  # noqa: PLC0415 - it is made before anything is installed
+
+    place = made()
+    if place is None:
+        end = pytest.fail if os.environ.get("MPSD_REQUIRE_REAL_DAEMON") else pytest.skip
+        end(f"Debian's {SUITE} with its Slurm is not here: python3 -m tests.slurm")
+    return place
 
 
 def root_file_system() -> Path:

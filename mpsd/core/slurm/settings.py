@@ -33,6 +33,8 @@ class Settings(NamedTuple):
     """Slurm's gres.conf; empty: beside slurm.conf."""
     node: str = ""
     """The name of this node in Slurm, for the service; empty: the host's, without its domain."""
+    look: float = 60.0
+    """Seconds between two looks of the service at Slurm."""
 
 
 def _text(value: object) -> str:
@@ -81,6 +83,7 @@ PARSERS: Final[Mapping[str, Callable[[object], object]]] = {
     "grace": _seconds,
     "gres_conf": _path,
     "node": _text,
+    "look": _seconds,
 }
 
 

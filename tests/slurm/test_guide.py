@@ -118,14 +118,13 @@ def test_the_page(bare: Site) -> None:
             program.write_text(f"#!/bin/bash\n{each.script}\n")
             program.chmod(0o755)
         for line in found:
-            user = line.rpartition("# as ")[2] if "# as " in line else None
-            if user is None:
-                run(bare, line)
+            command, is_users, of = line.partition("# as ")
+            if is_users:
+                command = command.replace("srun train", f"srun {place}/bin/train-{of}")
+                command = command.replace("sbatch ", f"sbatch -o {place}/out/%u ")
+                bare.cluster.run(of, "bash", "-c", command)
             else:
-                command = line.replace("srun train", f"srun {place}/bin/train-{user}").replace(
-                    "sbatch ", f"sbatch -o {place}/out/%u "
-                )
-                bare.cluster.run(user, "bash", "-c", command)
+                run(bare, line)
             if line.startswith("mpsctl slurm install"):  # the simulated GPUs have device files elsewhere
                 gres = place / "etc" / "slurm" / "mpsd-gres.conf"
                 gres.write_text(gres.read_text().replace("/dev/nvidia", f"{place}/dev/nvidia"))

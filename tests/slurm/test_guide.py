@@ -135,7 +135,7 @@ def test_the_page(bare: Site) -> None:
             raise AssertionError(f"{error}\n{outputs}\n{bare.story()}") from None
         assert [each["active_thread_percentage"] for each in answers] == [60, 40]
         assert answers[0]["gpu"] == answers[1]["gpu"]
-        assert len(run(bare, "mpsctl leases --no-headers").splitlines()) == len(bare.leases()) == 2
+        assert len(run(bare, "mpsctl leases -o name").splitlines()) == len(bare.leases()) == 2
         for each in (first, second):
             each.tell("exit")
     bare.wait_until_clean()

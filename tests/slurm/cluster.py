@@ -111,7 +111,11 @@ class Cluster:
     @property
     def _groups(self) -> list[tuple[str, Path]]:
         found = [(each, mounted(each)) for each in _HIERARCHIES if self.control_groups]
-        return [(each, top / f"mpsd-tests-{os.getpid()}-{self.place.parent.name}-{self.place.name}") for each, top in found if top is not None]
+        return [
+            (each, top / f"mpsd-tests-{os.getpid()}-{self.place.parent.name}-{self.place.name}")
+            for each, top in found
+            if top is not None
+        ]
 
     def write(self) -> None:
         """Write the configuration, and what belongs to it."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from mpsd.client.client import Client
 from mpsd.core.errors import MpsdError, UnreachableError
-from mpsd.core.slurm import node as judge
 from mpsd.core.slurm.job import JOB
-from mpsd.core.slurm.node import Reason
 from mpsd.core.slurm.settings import Settings
 from mpsd.slurm import hooks
+from mpsd.slurm import node as judge
+from mpsd.slurm.node import Reason
 from mpsd.slurm.slurm_programs import SlurmPrograms
 from mpsd.system import clock
 from mpsd.system.files import atomic_file

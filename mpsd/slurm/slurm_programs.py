@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
-from mpsd.core.slurm.node import NodeSeen
+from mpsd.slurm.node import NodeSeen
 from mpsd.system.host.slurm import program
 from mpsd.system.processes import process
 

@@ -121,7 +121,7 @@ def test_the_lines_of_install_need_no_check() -> None:
     for kind in ("mps", "shard"):
         slurm = [*lines.of_slurm("n1", devices, kind, HOOKS, present)]
         node = slurm[-1].partition("NodeName=n1 ... ")[2]
-        assert node == f"Gres=gpu:2,{kind}:{2 * lines.PER_GPU[kind]},gpumem:158G"
+        assert node == f"Gres=gpu:2,{kind}:{2 * lines.PER_GPU[kind]},gpumem:{158 * 1024}M"
         text = "\n".join([*slurm, f"NodeName=n1 {node}", "PartitionName=main Nodes=ALL"])
         found = configuration.parse(text, "\n".join(lines.of_gres("n1", devices, kind)), CGROUP)
         assert found.words("GresTypes") == ["gpu", kind, "gpumem", "craynetwork"]

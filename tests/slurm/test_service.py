@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.core.slurm.node import PREFIX
+from mpsd.slurm.node import PREFIX
 from tests.fork_server import ForkServer
 from tests.harness import look_at, wait_until
 from tests.slurm.site import ROOT, Site
@@ -80,7 +80,7 @@ def test_a_hold_drains_the_node_and_a_resume_resumes_it(site: Site) -> None:
 
 
 def test_what_others_do_to_the_node_stays(site: Site) -> None:
-    """An administrator's drain is not lifted, and the node that one resumes is not drained again for the same reason."""
+    """An administrator's drain is not lifted, and a node that one resumes is not drained again for the same reason."""
     update_node(site, "state=drain", "reason=new disk")
     site.node.mpsctl("hold", "gpu0", "--reason", "one")
     looked(site)
@@ -104,11 +104,13 @@ def test_what_others_do_to_the_node_stays(site: Site) -> None:
 def looked(site: Site) -> None:
     """Wait until the service has looked at Slurm several times: it notes there by which reason it goes."""
     path = site.state_dir / "node"
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    seen = {before}
-    wait_until(
-        lambda: seen.add(path.stat().st_mtime_ns) or len(seen) > 2, what="the service to look", not_yet=(OSError,)
-    )
+    seen = {path.stat().st_mtime_ns if path.exists() else 0}
+
+    def times() -> int:
+        seen.add(path.stat().st_mtime_ns)
+        return len(seen)
+
+    wait_until(lambda: times() > 2, what="the service to look", not_yet=(OSError,))
 
 
 def test_the_health_check_does_the_same_once(own_site: Site) -> None:

@@ -1,6 +1,7 @@
 """The commands about Slurm on this node: its configuration for shares of GPUs, and whether that makes them limits."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from mpsd.cli.command import note, of_files, with_api, with_form
 from mpsd.cli.groups import Commands
 from mpsd.cli.render import as_here, as_json
 from mpsd.client import Client
+from mpsd.client.connection import SOCKET
 from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import plain
 
@@ -28,7 +30,7 @@ _CONFIG: Final = click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="slurm.conf, or its directory.  [default: /etc/slurm, or what slurmd got from slurmctld]",
+    help="Path of slurm.conf, or of its directory.  [default: /etc/slurm, or what slurmd got from slurmctld]",
 )
 
 
@@ -45,7 +47,7 @@ def slurm() -> None:
 @with_form()
 @with_api
 def check(api: Client, form: str, config: Path | None) -> None:
-    """Check Slurm's configuration on this node, and print a remedy for each problem.
+    """Check Slurm on this node, and print a remedy for each problem.
 
     It reads slurm.conf, gres.conf and cgroup.conf, and the scripts that they name, so call it as root. The exit status
     is 0 if nothing fails.
@@ -114,7 +116,7 @@ def _serves_one_user(api: Client) -> bool | None:
 @click.option("--apply", "applies", is_flag=True, help="Write the files, which are mpsd's alone, and link the hooks.")
 @with_api
 def install(api: Client, config: Path | None, share: str, *, applies: bool) -> None:
-    """Show the lines for Slurm's configuration on this node, and what else Slurm needs of mpsd.
+    """Show the lines for Slurm's configuration on this node.
 
     With --apply it writes them beside slurm.conf, as mpsd-slurm.conf and mpsd-gres.conf, for slurm.conf and gres.conf
     to include; mpsd.lua, and a job_submit.lua unless there is one; the links to the hooks, in /etc/mpsd/slurm; and
@@ -136,7 +138,10 @@ def install(api: Client, config: Path | None, share: str, *, applies: bool) -> N
     }
     texts = {path: "\n".join([*each, ""]) for path, each in wanted.items()}
     texts[place / "mpsd.lua"] = files.script()
-    kept = {place / "job_submit.lua": lines.of_script(str(place), devices), _SETTINGS: "comment = true\n"}
+    own = "comment = true\n"
+    if api.path != SOCKET:
+        own += f"socket = {json.dumps(str(Path(api.path).absolute()))}\n"
+    kept = {place / "job_submit.lua": lines.of_script(str(place), devices), _SETTINGS: own}
     if not applies:
         click.echo("\n".join(_shown(texts, kept)))
         return

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from mpsd.core.slurm.check import HEALTH, HOOKS
 from mpsd.core.slurm.configuration import Configuration
-from mpsd.core.units import GIB
+from mpsd.core.units import MIB
 
 PER_GPU: Final = {"mps": 100, "shard": 4}
 """How many of each a GPU has."""
@@ -39,10 +39,10 @@ def of_slurm(node: str, devices: Sequence[Device], kind: str, hooks: str, presen
     yield "TaskPlugin=task/cgroup"
     plugins = [each for each in present.words("JobSubmitPlugins") if each != "lua"]
     yield f"JobSubmitPlugins={','.join([*plugins, 'lua'])}"
-    memory = sum(each.memory for each in devices) // GIB
+    memory = sum(each.memory for each in devices) // MIB
     yield (
         f"# On the line of the node: NodeName={node} ..."
-        f" Gres=gpu:{len(devices)},{kind}:{PER_GPU[kind] * len(devices)},{MEMORY}:{memory}G"
+        f" Gres=gpu:{len(devices)},{kind}:{PER_GPU[kind] * len(devices)},{MEMORY}:{memory}M"
     )
 
 
@@ -53,7 +53,7 @@ def of_gres(node: str, devices: Sequence[Device], kind: str) -> Iterator[str]:
     flags = " Flags=all_sharing" if len(devices) > 1 else ""
     for each in devices:
         yield f"NodeName={node} Name={kind} Count={PER_GPU[kind]} File={each.file}{flags}"
-    yield f"NodeName={node} Name={MEMORY} Count={sum(each.memory for each in devices) // GIB}G Flags=CountOnly"
+    yield f"NodeName={node} Name={MEMORY} Count={sum(each.memory for each in devices) // MIB}M Flags=CountOnly"
 
 
 def of_script(folder: str, devices: Sequence[Device]) -> str:

@@ -118,8 +118,8 @@ def test_the_page(bare: Site) -> None:
             program.write_text(f"#!/bin/bash\n{each.script}\n")
             program.chmod(0o755)
         for line in found:
-            user = line.rpartition("# as ")[2] if "# as " in line else None
-            if user is None:
+            user = line.rpartition("# as ")[2] if "# as " in line else ""
+            if not user:
                 run(bare, line)
             else:
                 command = line.replace("srun train", f"srun {place}/bin/train-{user}").replace(

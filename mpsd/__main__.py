@@ -276,10 +276,18 @@ def demo(*, no_shell: bool, until_eof: Path | None) -> None:
 
 def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") -> None:
     """Run a simulated node in a directory until a signal, or the end of stdin; its log is a file there."""
+    from mpsd.core.settings import Settings
+
+    settings = Settings().under(root)
+    plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
+    _serve_privately(plan, root, until_eof=until_eof, announce=announce)
+
+
+def _serve_privately(plan: "Plan", root: Path, *, until_eof: bool, announce: "Callable[[], None]") -> None:
+    """Run the service in a directory until a signal, or the end of stdin, with its control daemons."""
     import asyncio
     from dataclasses import replace
 
-    from mpsd.core.settings import Settings
     from mpsd.daemon.service import StopDaemons
     from mpsd.demo import LOG
     from mpsd.system.host.notify import ServiceManager
@@ -289,8 +297,6 @@ def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") ->
             asyncio.get_running_loop().add_reader(0, lambda: signal.raise_signal(signal.SIGTERM))
         announce()
 
-    settings = Settings().under(root)
-    plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
     plan = replace(plan, stop_daemons=StopDaemons.AT_ONCE, settle=True, announce=announced)
     stderr, log = os.dup(2), os.open(root / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     os.dup2(log, 2)
@@ -298,6 +304,45 @@ def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") ->
         _serve(replace(plan, manager=ServiceManager.take(os.environ)))
     finally:
         os.dup2(stderr, 2)
+
+
+@cli.command(hidden=True)
+@click.argument("root", type=click.Path(path_type=Path))
+@click.option("--visible", help="CUDA_VISIBLE_DEVICES of the job.")
+@click.option("--by-bus", is_flag=True, help="CUDA_DEVICE_ORDER of the job is PCI_BUS_ID.")
+@click.option("--gpus", default="all", help="Those of these GPUs that the job takes.")
+@click.option("--simulate", type=click.IntRange(1, 64), help="As for `mpsd run`.")
+@click.option("--control", help="As for `mpsd run`.")
+def job(root: Path, *, visible: str | None, by_bus: bool, gpus: str, simulate: int | None, control: str | None) -> None:
+    """Run the service of one job, in a directory of its user, until the end of stdin; its control daemons end with it.
+
+    The keeper of `mpsctl job` starts it.
+    """
+    from collections.abc import Sequence
+    from dataclasses import replace
+
+    from mpsd.cli.job import place
+    from mpsd.core import job as jobs
+    from mpsd.core.model import Gpu
+    from mpsd.core.settings import Settings
+    from mpsd.system.gpus.chosen import ChosenGpus
+
+    def choose(found: Sequence[Gpu]) -> Sequence[Gpu]:
+        known = [jobs.JobGpu(each.index, each.uuid, each.name) for each in found]
+        taken = jobs.chosen(gpus, jobs.visible(visible, known, by_bus=by_bus))
+        uuids = {each.uuid for each in taken}
+        return [each for each in found if each.uuid in uuids]
+
+    settings = Settings().under(root)
+    # No other user reaches the node of a job, and what its ranks do is all that its log is about.
+    settings = replace(settings, api=replace(settings.api, mode=0o600, lines_per_uid=100_000))
+    plan = _plan(settings, lambda: settings, simulate=simulate, control=control, private=True)
+    source = plan.source
+    plan = replace(plan, program=replace(plan.program, bound=True), source=lambda: ChosenGpus(source(), choose))
+    try:
+        _serve_privately(plan, root, until_eof=True, announce=lambda: click.echo("ready"))
+    finally:
+        place.remove_dead(root.parent)
 
 
 _FAREWELL: Final = 1.0

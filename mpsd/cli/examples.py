@@ -25,6 +25,7 @@ EXAMPLES: Final = {
     "mpsctl hand-over": "mpsctl hand-over train --pid 4711",
     "mpsctl help": "mpsctl help run",
     "mpsctl hold": "mpsctl hold gpu0 --reason 'memory is replaced'",
+    "mpsctl job": "mpsctl job -- mpirun -n 8 ./app",
     "mpsctl leases": "mpsctl leases --mine",
     "mpsctl metrics": "mpsctl metrics",
     "mpsctl pardon": "mpsctl pardon alice",

@@ -30,6 +30,7 @@ SECTIONS: Final = {
     },
     "Take": {
         "run": "admit",
+        "job": "job",
         "shell": "admit",
         "admit": "admit",
         "show": "lists",

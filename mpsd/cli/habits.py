@@ -19,7 +19,7 @@ class Habit(NamedTuple):
 
 
 LOOKS: Final = (
-    Habit("get ls list queue squeue qstat jobs job", "mpsctl leases", "mpsctl show {}"),
+    Habit("get ls list queue squeue qstat jobs", "mpsctl leases", "mpsctl show {}"),
     Habit("info describe inspect state health", "mpsctl status", "mpsctl explain {}"),
     Habit("sinfo node nodes", "mpsctl status"),
     Habit("ps process processes procs pids smi nvidia-smi", "mpsctl clients"),

@@ -12,7 +12,7 @@
 An answer is mpsd's JSON as Python decodes it, with the types of `answer_types`; requests have the fields that
 docs/reference/api.md describes. Every method raises UnreachableError when no mpsd answers within the deadline,
 UntrustedSocketError when a stranger listens on the socket, and otherwise the error of mpsd's answer, as its class in
-`mpsd.core.errors` with a hint. The calls block; a Client is for one thread at a time.
+`mpsd.core.errors` with a hint. The calls block, and threads may share a Client.
 """
 
 from mpsd.client.client import Client

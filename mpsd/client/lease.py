@@ -1,4 +1,17 @@
-"""A lease of this process: taken, set in its environment, renewed, verified, and released."""
+"""A lease of this process: taken, set in its environment, renewed, verified, and released.
+
+    import mpsd
+
+    with mpsd.lease(fraction=0.25, wait="10m", ttl="1h") as lease:
+        print(lease.uuid, lease.memory)  # its GPU, and the bytes of device memory that it may use there
+        ...  # the first use of CUDA, in this process or in those that it starts
+        print(lease.verify().because)
+
+    print(lease.state)
+
+The environment is set before CUDA is initialised, which reads it then, once for all: where that is too late, no lease
+is taken. At the end of the block the environment is as it was before, and the lease is released, also by an exception.
+"""
 
 import contextlib
 import os
@@ -71,7 +84,9 @@ def lease(**options: Unpack[Options]) -> "Lease":
         with mpsd.lease(fraction=0.25, wait="10m") as lease:
             ...  # the first use of CUDA, here or in a child process
 
-    The arguments are those of `Request` and `Options`. Raises TypeError for an unknown one, and InvalidRequestError for
+    The arguments are those of `Request`: fraction, or threads and memory; gpu, gpus, processes, priority, wait, ttl,
+    name, labels, client_priority, connections, visible, stop, pid. And those of `Options`: client, otherwise,
+    on_ending, on_draining. Raises TypeError for an unknown one, and InvalidRequestError for
     a text in no valid notation; `Lease.open` raises the others.
     """
     return Lease(**options)
@@ -106,7 +121,7 @@ class Lease:
     """
 
     def __init__(self, **options: Unpack[Options]) -> None:
-        unknown = options.keys() - Options.__annotations__.keys()
+        unknown = options.keys() - Options.__optional_keys__
         if unknown:
             raise TypeError(f"lease() got an unexpected keyword argument {min(unknown)!r}{_nearest(min(unknown))}")
         self.is_whole_gpu = False
@@ -229,7 +244,8 @@ class Lease:
         `sets_environment`: whether this process itself is to use it; otherwise it holds the lease for those that it
         starts with `environment` or `environments`.
 
-        Raises CudaInitializedError, before anything is taken, where CUDA is initialised in this process already; and
+        Raises CudaInitializedError, before anything is taken, where CUDA is initialised in this process already;
+        InvalidRequestError where another process is to hold it, or where this one holds a lease on the same GPU; and
         the errors of `Client.admit`: UnreachableError without mpsd, DoesNotFitError, NeverFitsError, and others.
         """
         self._open(sets_environment=sets_environment)
@@ -238,9 +254,14 @@ class Lease:
     def _open(self, *, sets_environment: bool) -> None:
         if self.state != "new":
             raise RuntimeError(f"{self!r} cannot be opened again: make another by mpsd.lease()")
+        request = self._request
         if sets_environment:
             _refuse_initialised()
-        request = self._request
+            if (holder := request.get("pid", os.getpid())) != os.getpid():
+                raise InvalidRequestError(
+                    f"pid {holder} is to hold the lease, so that this process is no part of it",
+                    hint="open(sets_environment=False) takes a lease for another process, which needs its environment",
+                )
         if "connections" not in request and (connections := own_connections(os.environ)) is not None:
             request = {**request, "connections": connections}
         contact = _Contact()
@@ -323,15 +344,22 @@ class Lease:
             self._watcher.stop()
         answer = self.answer
         self.answer = cast("answer_types.Lease", {**answer, "state": "ended", "because": "it was closed"})
-        try:
-            with self._calling() as client:
-                client.release(answer["id"])
-        except MpsdError as error:
-            if not error.retryable:
+        with contextlib.ExitStack() as unreleased:
+            unreleased.callback(self._release_later, answer["id"])  # also after KeyboardInterrupt
+            try:
+                with self._calling() as client, contextlib.suppress(NotFoundError):  # it ended long ago
+                    client.release(answer["id"])
+            except MpsdError as error:
+                if error.retryable:
+                    return
+                unreleased.pop_all()
                 raise
-            from mpsd.client.watcher import release_later
+            unreleased.pop_all()
 
-            release_later(self._client, answer["id"])
+    def _release_later(self, name: str) -> None:
+        from mpsd.client.watcher import release_later
+
+        release_later(self._client, name)
 
     def _watch(self, answer: "answer_types.Lease") -> None:
         ttl = cast("float | None", self._request.get("ttl"))
@@ -470,7 +498,7 @@ def _default_client() -> Client:
 def _nearest(name: str) -> str:
     from difflib import get_close_matches
 
-    found = get_close_matches(name, Options.__annotations__, 1)
+    found = get_close_matches(name, Options.__optional_keys__, 1)
     return f". Did you mean {found[0]!r}?" if found else ""
 
 

@@ -54,13 +54,17 @@ class _Result(Future[T]):
 class Pool(ProcessPoolExecutor):
     """A `concurrent.futures.ProcessPoolExecutor` whose workers share one lease, which ends with them.
 
-        with mpsd.Pool(4, fraction=0.5, wait="10m") as pool:
-            print(list(pool.map(work, range(100))))
+        def work(number):
+            return number**2
+
+        if __name__ == "__main__":
+            with mpsd.Pool(4, fraction=0.5, wait="10m") as pool:
+                print(sum(pool.map(work, range(100))))
 
     The lease is for `max_workers` processes in equal parts, and with `gpus` they are divided over its GPUs; the other
     arguments are those of `mpsd.lease`, and of the executor. A worker has the variables of the lease before it imports
     anything. This process holds the lease and stays outside. Workers start by the method `spawn`: a function and its
-    arguments are pickled, and a program that makes a Pool does so below `if __name__ == "__main__":`.
+    arguments are pickled, and a program that makes a Pool does so below the `if` of the example.
 
     The lease ends once the workers have ended, after `shutdown` or the `with` block. When this process is gone, be it
     by SIGKILL, the workers end at once, and the lease with them. When a worker is gone, BrokenProcessPool says what
@@ -76,19 +80,19 @@ class Pool(ProcessPoolExecutor):
         max_tasks_per_child: int | None = None,
         **request: Unpack[Options],
     ) -> None:
-        if "processes" in request:
+        if odd := request.keys() & {"processes", "pid"}:
             raise InvalidRequestError(
-                "the lease of a pool is for as many processes as it has workers", hint="leave out processes"
+                "the lease of a pool is held by this process, for as many processes as the pool has workers",
+                hint=f"leave out {min(odd)}",
             )
         workers = Workers()
         super().__init__(max_workers, workers, initializer, initargs, max_tasks_per_child=max_tasks_per_child)
-        self._workers = workers.all
         request["processes"] = -(-max_workers // (request.get("gpus") or 1))
         self.lease = Lease(**request).open(sets_environment=False)
         """The lease of the workers."""
         workers.environments = self.lease.environments or workers.environments
-        self._knowledge = _Knowledge(self.lease, self._workers)
-        self._release = weakref.finalize(self, _release_in_background, self.lease, self._workers)
+        self._knowledge = _Knowledge(self.lease, workers.all)
+        self._release = weakref.finalize(self, _release_in_background, self._knowledge)
         self._release.atexit = False  # the lease ends with this process
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -108,46 +112,57 @@ class Pool(ProcessPoolExecutor):
         if not wait:
             self._release()
         elif self._release.detach():
-            _release(self.lease, self._workers)
+            self._knowledge.release()
 
     def end(self) -> None:
         """End the workers and the lease at once: mpsd ends their work on the GPU, which spares their neighbours."""
         super().shutdown(wait=False, cancel_futures=True)
-        if self.lease.id:
-            end_clients(self.lease)
-        for each in self._workers:
-            with contextlib.suppress(ValueError):  # it was closed
-                each.kill()
+        self._knowledge.end()
         self.shutdown(wait=True, cancel_futures=True)
 
 
-def _release_in_background(lease: Lease, workers: Sequence[Worker]) -> None:
-    threading.Thread(target=_release, args=(lease, workers), name="mpsd-release", daemon=True).start()
-
-
-def _release(lease: Lease, workers: Sequence[Worker]) -> None:
-    """Release the lease of workers once they have ended; a forked child has neither."""
-    if not lease.is_held_here:
-        return
-    for each in workers:
-        with contextlib.suppress(ValueError):  # it was never started
-            wait([each.sentinel])
-    lease.close()
-
-
 class _Knowledge:
-    """What mpsd and the kernel know about the workers of a lease that are gone."""
+    """The workers of a lease, and what mpsd and the kernel know about those that are gone."""
 
     def __init__(self, lease: Lease, workers: Sequence[Worker]) -> None:
         self._lease = lease
         self._workers = workers
+        self._lock = threading.Lock()
         self._why = ""
 
     def explain(self, error: BrokenProcessPool) -> None:
-        """Add it to an error, once."""
-        self._why = self._why or _why(self._lease, self._workers)
-        if self._why not in str(error):
-            error.args = (f"{error} {self._why}",)
+        """Add to an error, once, why workers are gone."""
+        with self._lock:
+            self._why = self._why or _why(self._lease, self._workers)
+            if self._why not in str(error):
+                error.args = (f"{error} What is known: {self._why}",)
+
+    def end(self) -> None:
+        """End the work of the workers on the GPU, and then the workers."""
+        with self._lock:
+            self._why = self._why or "the pool was ended"
+        if self._lease.id:
+            end_clients(self._lease)
+        for each in self._workers:
+            with contextlib.suppress(ValueError, AttributeError):  # it was closed, or never started
+                each.kill()
+
+    def release(self) -> None:
+        """Release the lease once the workers have ended; a forked child has neither."""
+        if not self._lease.is_held_here:
+            return
+        for each in self._workers:
+            with contextlib.suppress(ValueError):  # it was never started
+                wait([each.sentinel])
+        with self._lock:  # what ended a worker, and not this release, is why
+            if not self._why and any(each.exitcode for each in self._workers):
+                self._why = _why(self._lease, self._workers)
+        with contextlib.suppress(MpsdError):  # it ends with this process
+            self._lease.close()
+
+
+def _release_in_background(knowledge: _Knowledge) -> None:
+    threading.Thread(target=knowledge.release, name="mpsd-release", daemon=True).start()
 
 
 def _why(lease: Lease, workers: Sequence[Worker]) -> str:
@@ -157,12 +172,14 @@ def _why(lease: Lease, workers: Sequence[Worker]) -> str:
         time.sleep(_LOOK)  # the executor ends the others by SIGTERM, and waits for all
     gone = [each for each in workers if each.exitcode]
     gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
-    said = ", ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
+    said = ", and ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
     try:
         facts = [*dict.fromkeys(_facts(lease, {each.pid for each in workers}))]
     except MpsdError as error:
-        facts = [f"no answer: {error.detail}"]
-    return f"{said}; mpsd: {'; '.join(facts)}"
+        return f"{said}; what mpsd knows about it is unknown: {error.detail}"
+    if facts:
+        return f"{said}; mpsd: {'; '.join(facts)}"
+    return said if lease.is_whole_gpu else f"{said}; mpsd did not end it, and {lease.id} lives"
 
 
 def _ended(status: int | None) -> str:
@@ -176,9 +193,8 @@ _TELLING: Final = frozenset({"violation", "client_ended", "lease_clients_lost", 
 
 
 def _facts(lease: Lease, pids: Collection[int | None]) -> Iterator[str]:
-    """Yield what mpsd knows of a lease and of its processes. Raises MpsdError."""
-    if lease.answer is None:
-        yield "there is none on this machine"
+    """Yield what mpsd has done to a lease and its processes, and their violations. Raises MpsdError."""
+    if lease.is_whole_gpu:
         return
     with lease.client.another(deadline=_ANSWER) as client:
         for _, event in client.events(0, follow=False):
@@ -187,7 +203,8 @@ def _facts(lease: Lease, pids: Collection[int | None]) -> Iterator[str]:
                 yield f"{about.get('because')}"
         answer = client.lease(lease.id)
     yield from (each["because"] for each in answer["violations"])
-    yield f"{lease.id} is {answer['state']}: {answer['because']}"
+    if answer["state"] == "ended":
+        yield f"{lease.id} has ended: {answer['because']}"
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
@@ -200,11 +217,11 @@ def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P
     """Have each call of a function run in a process of its own, under a lease of its own.
 
         @mpsd.process(fraction=0.25, wait="10m")
-        def work(size):
+        def memory():
             return mpsd.current().memory
 
         if __name__ == "__main__":
-            print(work(100))
+            print(memory())
 
     The arguments of the decorator are those of `mpsd.lease`. A call waits for the lease, the process and its result;
     calls in several threads run at once. The function is found by its name, in a module or in the program, and its

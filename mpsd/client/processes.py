@@ -23,7 +23,7 @@ from mpsd.client.lease import Lease, Options
 from mpsd.client.pool import Pool, process
 from mpsd.client.starter import start
 from mpsd.client.waiting import Progress
-from mpsd.core.errors import MpsdError, UnreachableError
+from mpsd.core.errors import InvalidRequestError, MpsdError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -132,7 +132,7 @@ def spawn(
     """Start a program under a lease of its own, without a shell, and return it.
 
         with mpsd.spawn(["python3", "train.py"], fraction=0.25, wait="10m") as program:
-            status = program.wait()
+            print(program.lease.id, program.wait())
 
     The first arguments are those of `subprocess.Popen`, and the others those of `mpsd.lease`. The program holds its
     lease, which ends with it at the latest; no lease is left whatever process is killed. The program ends with this
@@ -142,6 +142,8 @@ def spawn(
     Raises the errors of `Lease.open` before anything runs, and OSError for a program that cannot be executed, such as
     FileNotFoundError, which leaves no lease. An exception during the wait, such as KeyboardInterrupt, gives it up.
     """
+    if "pid" in request:
+        raise InvalidRequestError("the program itself holds its lease", hint="leave out pid", limit="pid")
     program = _Program(arguments, env, cwd, stdin, stdout, stderr, is_detached=detached)
     lease = _LeaseOfProgram(program, request)
     with contextlib.ExitStack() as failed:

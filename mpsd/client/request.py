@@ -54,4 +54,6 @@ def body(options: Mapping[str, object]) -> dict[str, object]:
             asked[name] = seconds_of(value)
     if isinstance(value := asked.get("gpu"), int):
         asked["gpu"] = f"{value}"
+    if isinstance(value := asked.get("labels"), Mapping):
+        asked["labels"] = dict(value)
     return asked

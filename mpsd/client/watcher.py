@@ -12,7 +12,7 @@ A forked child has no such thread.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
@@ -63,8 +63,6 @@ class Watcher:
         seconds until its end, and `on_draining`.
         """
         self._client = client.another(deadline=min(DEADLINE, max(ttl / _RENEWALS, 1.0)))
-        self._events = client.another(deadline=DEADLINE)
-        """A connection of its own for the events, of which the answer does not end."""
         self._answer = answer
         self._daemons = {each["daemon"] for each in answer["shares"]}
         self._ttl = ttl
@@ -91,20 +89,23 @@ class Watcher:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(_OverError), self._client, self._events:
+        with contextlib.suppress(_OverError), self._client:
             if self._on_ending is None and self._on_draining is None:
                 self._wait(inf)
             pause = _ASK_AGAIN
             while True:
                 self._is_looked = False
-                with contextlib.suppress(MpsdError):
-                    events = self._events.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
+                with contextlib.suppress(MpsdError), contextlib.closing(self._events()) as events:
                     for _, event in events:
                         pause = _ASK_AGAIN
                         self._tick()
                         self._hear(event)
                 self._wait(pause)
                 pause = min(pause * 2, self._longest)
+
+    def _events(self) -> "Generator[tuple[str, answer_types.Event]]":
+        events = self._client.events("latest", follow=True, heartbeat=_HEARTBEAT, meanwhile=self._tick)
+        return cast("Generator[tuple[str, answer_types.Event]]", events)
 
     def _wait(self, seconds: float) -> None:
         """Wait, and do meanwhile what is due."""

@@ -7,7 +7,10 @@ GPU, or mpsd itself. A class docstring is the error's documentation, from which 
 
 
 class MpsdError(Exception):
-    """The root: one sentence of detail, a hint with the remedy, and the limit that was hit, if any."""
+    """The root: one sentence of detail, a hint with the remedy, and the limit that was hit, if any.
+
+    A traceback shows the hint below the sentence, as a note of the exception.
+    """
 
     code = "error"
     status = 500
@@ -21,6 +24,15 @@ class MpsdError(Exception):
         self.detail = detail
         self.hint = hint
         self.limit = limit
+
+    @property
+    def hint(self) -> str:
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str) -> None:
+        self._hint = hint
+        self.__notes__ = [f"hint: {hint}"]
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return what makes it again in another process: an exception's own way passes `detail` alone."""
@@ -361,6 +373,12 @@ class UntrustedSocketError(MpsdError):
     code = "untrusted_socket"
     status = 403
     exit_code = 77
+
+
+class JobFailedError(MpsdError):
+    """A rank of a job missed MPS or its start, or the job's mpsd ended, so `mpsctl job` ends all ranks of the node."""
+
+    code = "job_failed"
 
 
 class InternalError(MpsdError):

@@ -5,7 +5,6 @@ slurm.conf names hooks by a path without arguments: the name of the program, or 
 
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import MpsdError
@@ -23,7 +22,7 @@ _NAMES: Final = frozenset({"prolog", "task-prolog", "epilog", "health"})
 def main(arguments: list[str] | None = None) -> int:
     """Run one hook, and return its exit status: that of Prolog and Epilog is always 0, since Slurm drains the node."""
     if arguments is None:
-        name = Path(sys.argv[0]).name
+        name = os.path.basename(sys.argv[0])
         arguments = [name] if name in _NAMES else sys.argv[1:]
     match arguments:
         case ["prolog" | "epilog" as name]:
@@ -37,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _settings() -> Settings:
-    path = Path(os.environ.get(CONFIG) or FILE)
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        with open(os.environ.get(CONFIG) or FILE, encoding="utf-8") as file:
+            return parse(file.read())
     except FileNotFoundError:
         return Settings()
 

@@ -5,19 +5,17 @@ job, which the first task takes for the job's control group; what stands against
 the user, and fails the job alone. None of them calls Slurm, and each ends within a bounded time.
 """
 
-import contextlib
 import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from mpsd.client import waiting
 from mpsd.client.client import Client
 from mpsd.core import mps_facts
 from mpsd.core.errors import AlreadyClaimedError, MpsdError, NotFoundError, NotPermittedError, UnreachableError
-from mpsd.core.slurm import gres
 from mpsd.core.slurm import job as jobs
 from mpsd.core.slurm.job import Job, Request
 from mpsd.core.slurm.settings import Settings
@@ -31,6 +29,8 @@ _ANSWER: Final = 5.0
 
 _UNTAKEN: Final = 1e6
 """Seconds until a lease ends that no task of the job has taken: an allocation may be idle for days. Epilog ends it."""
+
+_DRIVER: Final = "/proc/driver/nvidia/gpus"
 
 _NOTICED: Final = 1.0
 """Seconds within which mpsd sees that a control group is gone."""
@@ -81,7 +81,7 @@ def _refused(error: MpsdError) -> dict[str, object]:
 
 def _end_earlier(settings: Settings, records: Records, earlier: Record) -> None:
     """End the leases of an earlier job with the same id; without mpsd, the service ends them: nothing names them."""
-    with contextlib.suppress(UnreachableError), Client(settings.socket, deadline=_ANSWER) as api:
+    with suppress(UnreachableError), Client(settings.socket, deadline=_ANSWER) as api:
         _end(api, earlier, 0)
     records.remove(earlier.job)
 
@@ -97,6 +97,8 @@ def _leases(
     until = time.monotonic() + settings.wait
     gpus = waiting.through_a_restart(lambda: api.gpus()["gpus"], within=settings.wait)
     by_uuid = {each["uuid"]: each for each in gpus}
+    from mpsd.core.slurm import gres  # most hooks run without it
+
     order, by_minor = _order(settings, environment), _by_minor(gpus)
     leases: list[answer_types.Lease] = []
     try:
@@ -128,26 +130,35 @@ def _leases(
 
 def _order(settings: Settings, environment: Mapping[str, str]) -> list[int]:
     """Return the minor numbers of the GPUs in Slurm's order; empty where gres.conf does not tell."""
-    beside = Path(environment.get("SLURM_CONF") or "/etc/slurm/slurm.conf").with_name("gres.conf")
-    with contextlib.suppress(OSError):
-        text = Path(settings.gres_conf or beside).read_text(encoding="utf-8", errors="replace")
-        return gres.minors(text, environment.get("SLURMD_NODENAME", ""))
+    from mpsd.core.slurm import gres
+
+    beside = os.path.dirname(environment.get("SLURM_CONF") or "/etc/slurm/slurm.conf") + "/gres.conf"
+    with suppress(OSError):
+        return gres.minors(_text(settings.gres_conf or beside), environment.get("SLURMD_NODENAME", ""))
     return []
 
 
 def _by_minor(gpus: list["answer_types.Gpu"]) -> dict[int, str]:
     """Return the UUIDs of mpsd's GPUs by their minor numbers; without the driver's word, these are NVML's indices."""
-    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
-    told = gres.uuids_by_minor(each.read_text(encoding="utf-8", errors="replace") for each in files)
+    from mpsd.core.slurm import gres
+
+    told: dict[int, str] = {}
+    with suppress(OSError):
+        told = gres.uuids_by_minor(_text(f"{_DRIVER}/{each}/information") for each in os.listdir(_DRIVER))
     known = {each["uuid"]: each["index"] for each in gpus if each["uuid"] is not None}
     if known.keys() <= {*told.values()}:
         return told
     return {index: uuid for uuid, index in known.items()}
 
 
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
 def _groups(job: Job) -> list[int]:
     """Return the further groups of the user, by which mpsd finds its quota."""
-    with contextlib.suppress(KeyError, OSError):
+    with suppress(KeyError, OSError):
         return os.getgrouplist(job.user, job.gid)
     return []
 
@@ -186,8 +197,7 @@ def task_prolog(settings: Settings, environment: Mapping[str, str]) -> str:
 
 
 def _own_groups() -> list[str]:
-    text = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace")
-    return [line.split(":", 2)[2] for line in text.splitlines()]
+    return [line.split(":", 2)[2] for line in _text("/proc/self/cgroup").splitlines()]
 
 
 def _taken(api: Client, lease: str, token: str) -> "answer_types.Lease":
@@ -256,11 +266,13 @@ def _end(api: Client, record: Record, grace: float) -> None:
     leases = record.leases
     if len(leases) < len(record.request_ids):
         leases = tuple(each["id"] for each in api.leases()["leases"] if each["request_id"] in record.request_ids)
+    left = []
     for each in leases:
-        with contextlib.suppress(NotFoundError):
-            api.end(each)
+        with suppress(NotFoundError):
+            if api.end(each)["state"] != "ended":
+                left.append(each)
     until = time.monotonic() + grace
-    for each in leases:
+    for each in left:
         waiting.ended(api, each, within=max(until - time.monotonic(), 0.0))
 
 

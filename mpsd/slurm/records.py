@@ -4,12 +4,11 @@ Slurm runs one job of an id at a time on a node. `job` is root's, and says which
 `task` is for the job's user alone, and has the leases with their tokens, or the reason why there are none.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Final, NamedTuple
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
 
 from mpsd.core.slurm.job import Job
 
@@ -33,58 +32,68 @@ class Records:
     """The records of the jobs on a node. Every method raises OSError."""
 
     def __init__(self, state_dir: str) -> None:
-        self._jobs = Path(state_dir, "jobs")
+        self._top = state_dir
+        self._jobs = f"{state_dir}/jobs"
 
     def write(self, record: Record) -> None:
-        for each in (self._jobs.parent, self._jobs, self._jobs / record.job):
-            with contextlib.suppress(FileExistsError):
-                each.mkdir(mode=_MODE)
-                each.chmod(_MODE)
-        _write(self._jobs / record.job / "job", record._asdict(), 0)
+        for each in (self._top, self._jobs, f"{self._jobs}/{record.job}"):
+            with suppress(FileExistsError):
+                os.mkdir(each, _MODE)
+                os.chmod(each, _MODE)
+        _write(f"{self._jobs}/{record.job}/job", record._asdict(), 0)
 
     def tell(self, job: Job, told: Mapping[str, object]) -> None:
         """Write what the tasks of a job read."""
-        _write(self._jobs / job.id / "task", told, job.uid)
+        _write(f"{self._jobs}/{job.id}/task", told, job.uid)
 
     def told(self, job: str) -> Mapping[str, object] | None:
         """Return what the tasks of a job read; None where Prolog wrote nothing for this job and user."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            found = json.loads((self._jobs / job / "task").read_bytes())
-            return found if isinstance(found, dict) else None
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            return _read(f"{self._jobs}/{job}/task")
         return None
 
     def read(self, job: str) -> Record | None:
-        with contextlib.suppress(FileNotFoundError):
-            found = json.loads((self._jobs / job / "job").read_bytes())
+        with suppress(FileNotFoundError):
+            found = _read(f"{self._jobs}/{job}/job")
             names = ("leases", "request_ids")
             return Record(**{**found, **{name: tuple(found[name]) for name in names}})
         return None
 
     def all(self) -> Iterator[Record]:
         """Yield all records."""
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self._jobs)):  # noqa: PTH208 - names are wanted
+        with suppress(FileNotFoundError):
+            for name in sorted(os.listdir(self._jobs)):
                 if (record := self.read(name)) is not None:
                     yield record
 
     def forget_task(self, job: str) -> None:
         """Remove what the tasks of a job read."""
-        (self._jobs / job / "task").unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self._jobs}/{job}/task")
 
     def remove(self, job: str) -> None:
         """Remove the record of a job, if there is one."""
-        for name in ("task", "job"):
-            (self._jobs / job / name).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            (self._jobs / job).rmdir()
+        self.forget_task(job)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{self._jobs}/{job}/job")
+        with suppress(FileNotFoundError):
+            os.rmdir(f"{self._jobs}/{job}")
 
 
-def _write(path: Path, content: Mapping[str, object], uid: int) -> None:
+def _read(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        found = json.loads(file.read())
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: str, content: Mapping[str, object], uid: int) -> None:
     """Replace a file, for this user alone to read, in one step."""
-    hidden = path.with_name(f".{path.name}")
-    hidden.unlink(missing_ok=True)
+    directory, _, name = path.rpartition("/")
+    hidden = f"{directory}/.{name}"
+    with suppress(FileNotFoundError):
+        os.unlink(hidden)
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
-    with os.fdopen(descriptor, "wb") as file:
+    with open(descriptor, "wb") as file:
         file.write(json.dumps(content).encode())
         os.fchown(descriptor, uid, -1)
-    hidden.rename(path)
+    os.rename(hidden, path)

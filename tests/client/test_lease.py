@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +165,19 @@ def test_only_for_others(client: Client) -> None:
     assert lease.state == "ended"
 
 
+def test_for_another_process(node: Node, client: Client) -> None:
+    """A lease that another process holds is no lease of this one, and ends with that process at the latest."""
+    with started(node, "input()") as other:
+        with pytest.raises(InvalidRequestError, match=f"pid {other.pid} is to hold the lease"):
+            mpsd.lease(fraction=0.25, client=client, pid=other.pid).open()
+        lease = mpsd.lease(fraction=0.25, client=client, pid=other.pid).open(sets_environment=False)
+        assert (lease.holder, lease.is_held_here) == (other.pid, False)
+        assert [each["owner"]["pid"] for each in node.leases()] == [other.pid]
+        other.kill()
+    wait_until(lambda: not node.leases(), what="the lease to end with its holder")
+    lease.close()
+
+
 def test_verify(make_node: Start) -> None:
     """What mpsd says is told apart from the driver, which says nothing where CUDA is not initialised."""
     simulated = make_node(simulate=1, control=None).start()
@@ -204,14 +216,21 @@ def test_without_mpsd(short_tmp: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_broken_mpsd_is_there(short_tmp: Path) -> None:
-    """A program that may be mpsd listens and hangs up: that is no machine without mpsd."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{short_tmp}/s")
-        listener.listen()
-        deaf = Client(f"{short_tmp}/s", deadline=0.3)
-        with pytest.raises(UnreachableError), mpsd.lease(fraction=0.5, client=deaf, otherwise="whole-gpu"):
-            pytest.fail("it went on")
+def test_an_mpsd_that_died(make_node: Start) -> None:
+    """Where mpsd dies while the lease is waited for, and does not come back, that is no machine without mpsd."""
+    node = make_node(simulate=1).start()
+    node.lease(threads=100)
+    program = """
+        import mpsd
+        try:
+            mpsd.lease(fraction=0.25, wait=1, otherwise="whole-gpu").open()
+        except mpsd.errors.UnreachableError as error:
+            print(error.socket == mpsd.Client().path)
+    """
+    with started(node, program) as process:
+        wait_until(lambda: len(node.leases()) == 2, what="the program to wait")
+        node.end(signal.SIGKILL)
+        assert process.communicate(timeout=50)[0] == "True\n"
 
 
 # -- other processes ---------------------------------------------------------------------------------------------------

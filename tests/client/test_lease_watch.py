@@ -10,6 +10,7 @@ import pytest
 
 import mpsd
 from mpsd.client import Client
+from tests.client.programs import printed
 from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
@@ -97,6 +98,7 @@ def test_draining_and_the_end(make_node: Start, heard: Heard) -> None:
     assert (heard.draining, heard.ending, lease.is_held_here) == ([lease.id], [0.0], False)
     lease.close()
     beside.close()
+    wait_until(lambda: not watchers(), what="the other thread to end")
     assert heard.ending == [0.0]
 
 
@@ -183,6 +185,40 @@ def test_closed_while_mpsd_is_away(make_node: Start, heard: Heard) -> None:
     node.start()
     wait_until(lambda: node.leases() == [], what="the lease to be released", deadline=30)
     assert node.events("lease_ended", lease=lease.id)[0]["because"].endswith("released it")
+
+
+def test_forgotten_when_it_is_closed(make_node: Start, heard: Heard) -> None:
+    """A lease that has ended so long ago that mpsd forgot it is closed like any other."""
+    node = make_node().start()
+    lease = heard.opened(node, fraction=0.25, on_ending=None, on_draining=None)
+    release(node, lease)
+    node.end(signal.SIGKILL)
+    node.start()
+    assert node.get(f"/v1/leases/{lease.id}").status == 404
+    lease.close()
+    assert lease.state == "ended"
+
+
+def test_a_forked_child(node: Node) -> None:
+    """The thread is the parent's: the child has none, closes the lease without effect, and hears nothing."""
+    program = """
+        import os, threading, warnings, mpsd
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside any thread
+        lease = mpsd.lease(fraction=0.25, ttl=600, on_ending=lambda *_: print(os.getpid() == parent, flush=True)).open()
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            print(threading.active_count(), lease.is_held_here, lease.verify().outside["lease"] == lease.id, flush=True)
+            lease.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(threading.active_count(), lease.refresh()["state"], flush=True)
+        mpsd.Client().release(lease.id)
+        for each in threading.enumerate()[1:]:
+            each.join(30)
+        print(lease.state)
+    """
+    assert printed(node, program) == ["1 False True", "2 granted", "True", "ended"]
 
 
 def test_a_quota_with_a_time_to_live(make_node: Start) -> None:

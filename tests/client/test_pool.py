@@ -1,5 +1,6 @@
 """`mpsd.Pool`: workers share one lease from their first instruction to their last, whatever process is killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import ROOT
 from tests.client.scripts import Script, told, wait_until_free, wait_until_gone
+from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -28,11 +30,11 @@ def show(folder, workers):
 
 def hold_everything():
     '''Hold the interpreter's lock for ever.'''
-    print(f"[{os.getpid()}]", flush=True)
+    os.write(1, f"[{os.getpid()}]\\n".encode())
     sum(range(10**15))
 
 def wait():
-    print(f"[{os.getpid()}]", flush=True)
+    os.write(1, f"[{os.getpid()}]\\n".encode())
     time.sleep(1000)
 """
 
@@ -88,14 +90,14 @@ def test_refusals(node: Node, short_tmp: Path) -> None:
         short_tmp,
         node,
         """
-        for options in ({"fraction": 2}, {"processes": 3}, {"max_tasks_per_child": 0}):
+        for options in ({"fraction": 2}, {"processes": 3}, {"pid": 1}, {"max_tasks_per_child": 0}):
             try:
                 mpsd.Pool(2, **{"fraction": 0.5, **options})
             except Exception as error:
                 tell(type(error).__name__)
         """,
     )
-    assert answers == [["InvalidRequestError"], ["InvalidRequestError"], ["ValueError"]]
+    assert answers == [*3 * [["InvalidRequestError"]], ["ValueError"]]
     assert not node.leases()
 
 
@@ -130,7 +132,7 @@ def test_a_worker_is_killed(node: Node, short_tmp: Path, *, is_released: bool) -
                 pool.submit(wait)
             except Exception as error:
                 tell(type(error).__name__, str(error))
-            tell(str(future.exception()))
+        tell(str(future.exception()))
         """
     with Script(short_tmp, node, text, before=BEFORE) as script:
         (pid,) = script.hear()
@@ -139,10 +141,10 @@ def test_a_worker_is_killed(node: Node, short_tmp: Path, *, is_released: bool) -
         os.kill(pid, signal.SIGKILL)
         kind, said, lease = script.hear()
         assert kind == "BrokenProcessPool"
-        assert f"process {pid} was ended by SIGKILL; mpsd:" in said
-        assert said.count("mpsd:") == 1
-        assert (f"{lease} is ended: uid 0 released it" if is_released else f"{lease} is ") in said
-        assert said.partition("process")[2] in script.hear()[1] + said
+        of_mpsd = f": {lease} has ended: uid 0 released it" if is_released else f" did not end it, and {lease} lives"
+        known = f" What is known: process {pid} was ended by SIGKILL; mpsd{of_mpsd}"
+        assert said.endswith(known)
+        assert script.hear()[1].endswith(known)
         assert script.hear() == [said]
         assert script.end()[0] == 0
     assert not node.leases()
@@ -202,6 +204,52 @@ def test_a_module(node: Node, short_tmp: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+@pytest.mark.thorough
+def test_mpsd_ends_a_worker(make_node: Start, short_tmp: Path) -> None:
+    """The error about a worker that mpsd ended has mpsd's reason."""
+    node = make_node(control=None).start()
+    before = """
+        def use():
+            from mpsd.simulator.cuda_process import CudaProcess
+            cuda = CudaProcess()
+            cuda.context()
+            os.write(1, f"[{os.getpid()}]\\n".encode())
+            time.sleep(1000)
+        """
+    text = """
+        with mpsd.Pool(1, fraction=0.5) as pool:
+            try:
+                pool.submit(use).result()
+            except Exception as error:
+                tell(type(error).__name__, str(error))
+        """
+    with Script(short_tmp, node, text, before=before) as script:
+        (pid,) = script.hear()
+        assert node.request("POST", f"/v1/clients/{pid}/end", {}).status == 202
+        name, said = script.hear()
+    assert name == "BrokenProcessPool"
+    reasons = [json.loads(line) for line in node.get("/v1/events?after=0").body.splitlines()]
+    (because,) = [each["because"] for each in reasons if each["event"] == "client_ended" and each["pid"] == pid]
+    assert f"mpsd: {because}" in said
+
+
+def test_a_loop_of_asyncio(node: Node, short_tmp: Path) -> None:
+    """A pool is an executor of an event loop, and its futures are as good as those of the standard one."""
+    text = """
+        import asyncio
+        async def main():
+            with mpsd.Pool(1, fraction=0.5) as pool:
+                loop = asyncio.get_running_loop()
+                tell(await asyncio.wait_for(loop.run_in_executor(pool, abs, -1), 30))
+                try:
+                    await loop.run_in_executor(pool, os._exit, 3)
+                except Exception as error:
+                    tell("exited with 3; mpsd did not end it" in str(error))
+        asyncio.run(main())
+        """
+    assert told(short_tmp, node, text) == [[1], [True]]
+
+
 def test_without_mpsd(short_tmp: Path) -> None:
     """Where there is no mpsd, and the program asked for that, the workers have the whole GPU."""
     text = """
@@ -224,7 +272,7 @@ def work(x, *, y=1):
 
 @mpsd.process(fraction=0.25)
 def never():
-    print(f"[{os.getpid()}]", flush=True)
+    os.write(1, f"[{os.getpid()}]\\n".encode())
     time.sleep(1000)
 
 @mpsd.process(fraction=2)
@@ -310,7 +358,7 @@ def test_a_call_ends_early(node: Node, short_tmp: Path, how: str) -> None:
             os.kill(pid, signal.SIGKILL)
             name, said = script.hear()
             assert name == "BrokenProcessPool"
-            assert f"process {pid} was ended by SIGKILL; mpsd:" in said
+            assert f"process {pid} was ended by SIGKILL; mpsd did not end it" in said
             assert not node.leases()
         else:
             script.process.kill()

@@ -69,6 +69,7 @@ def test_the_streams_and_the_directory_are_those_of_popen(node: Node, short_tmp:
         pytest.param('["true"], fraction=0.25, cwd="no-such-directory"', "FileNotFoundError", id="no directory"),
         pytest.param('["true"], fraction=2', "InvalidRequestError", id="invalid"),
         pytest.param('["true"], threads=10, memory="8000GiB"', "NeverFitsError", id="never fits"),
+        pytest.param('["true"], fraction=0.25, pid=1', "InvalidRequestError", id="pid"),
         pytest.param('["true"], fracton=0.25', "TypeError", id="misspelled"),
         pytest.param('"true", fraction=0.25', "TypeError", id="text"),
     ],
@@ -130,6 +131,21 @@ def test_a_wait_is_interrupted(node: Node, short_tmp: Path) -> None:
         script.process.send_signal(signal.SIGINT)
         assert script.end()[:2] == (0, [["interrupted"], ["no child"]])
     wait_until(lambda: len(node.leases()) == len(held), what="its place to be given up")
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
+def test_the_caller_is_killed_in_a_wait(node: Node, short_tmp: Path, *, detached: bool) -> None:
+    """The place of a caller that is killed is given up, and its program never runs."""
+    held = [node.lease(fraction=1, threads=None, memory=None, gpu=f"{gpu}") for gpu in range(2)]
+    text = f'mpsd.spawn(["touch", "ran"], fraction=0.25, wait="forever", name="waits", detached={detached})'
+    with Script(short_tmp, node, text) as script:
+        (pid,) = wait_until(
+            lambda: [each["owner"]["pid"] for each in node.leases() if each["name"] == "waits"], what="the request"
+        )
+        script.process.kill()
+        wait_until_gone(pid)
+    wait_until(lambda: len(node.leases()) == len(held), what="its place to be given up")
+    assert not (short_tmp / "ran").exists()
 
 
 def test_a_grant_after_a_wait(node: Node, short_tmp: Path) -> None:
@@ -208,6 +224,40 @@ def test_a_detached_program(node: Node, short_tmp: Path) -> None:
         finally:
             os.kill(pid, signal.SIGKILL)
         wait_until_free(node)
+
+
+def test_a_forked_child_ends_nothing(node: Node, short_tmp: Path) -> None:
+    """A forked child of the caller leaves the blocks of programs and pools, and exits, and they go on."""
+    text = """
+        import sys
+        others = [mpsd.spawn(["cat"], fraction=0.1, stdin=-1, stdout=-1)]
+        with mpsd.spawn(["cat"], fraction=0.1, stdin=-1, stdout=-1) as program, mpsd.Pool(1, fraction=0.1) as pool:
+            pool.submit(abs, 1).result()
+            pid = os.fork()
+            if pid:
+                status = os.waitpid(pid, 0)[1]
+                tell(status, others[0].poll(), program.poll(), pool.submit(abs, -2).result())
+                tell(len(mpsd.Client().leases()["leases"]))
+        if not pid:
+            sys.exit()
+        """
+    assert told(short_tmp, node, text) == [[0, None, None, 2], [3]]
+    assert not node.leases()
+
+
+def test_a_time_to_live(node: Node, short_tmp: Path) -> None:
+    """The lease of a program is renewed while its caller lives."""
+    text = """
+        with mpsd.spawn(["cat"], fraction=0.1, stdin=-1, ttl=2) as program:
+            sys.stdin.read(1)
+            tell(program.poll())
+        """
+    with Script(short_tmp, node, text) as script:
+        (lease,) = wait_until(node.leases, what="the lease")
+        wait_until(lambda: node.leases()[0]["expires"] > lease["expires"], what="the lease to be renewed")
+        assert script.process.stdin is not None
+        script.process.stdin.write(b".")
+        assert script.hear() == [None]
 
 
 def test_the_thread_that_started_it_ends(node: Node, short_tmp: Path) -> None:

@@ -113,11 +113,14 @@ def write_hooks(cluster: Cluster, settings: Mapping[str, object], *, project: Pa
     configuration = cluster.place / "hooks" / "slurm.toml"
     configuration.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
     packages = next(each for each in sys.path if each.endswith("site-packages"))
+    python = Path(sys.executable).resolve()
     for name in HOOKS.values():
         hook = cluster.place / "hooks" / name
+        # As the installed program starts, without the packages that the machine's own Python may load by itself.
+        start = f"import sys; sys.path[:0] = {str(project)!r}, {packages!r}; from mpsd.slurm.__main__ import main"
         hook.write_text(
-            f"#!/bin/sh\nexport MPSD_SLURM_CONFIG={configuration} PYTHONPATH={project}:{packages}\n"
-            f"exec {Path(sys.executable).resolve()} -m mpsd.slurm {name}\n"
+            f"#!/bin/sh\nMPSD_SLURM_CONFIG={configuration} exec {python} -I -S -c"
+            f" {shlex.quote(f'{start}; sys.exit(main([{name!r}]))')}\n"
         )
         hook.chmod(0o755)
     cluster.place.joinpath("hooks").chmod(0o755)
@@ -133,6 +136,7 @@ def site(
     place: Path,
     fork_server: ForkServer,
     *,
+    control: Path | None = None,
     config: str | None = None,
     settings: Mapping[str, object] = {},
     more: Callable[[Path], str] = lambda _: "",
@@ -144,7 +148,7 @@ def site(
     place.chmod(0o711)
     root = place / "n"
     root.mkdir(mode=0o711)
-    node = Node(root=root, simulate=gpus, fork_server=fork_server, config=config)
+    node = Node(root=root, simulate=gpus, control=control, fork_server=fork_server, config=config)
     cluster = Cluster(place / "c", gpus=gpus, configuration=configured(place / "c") + more(place / "c"), **options)
     try:
         node.start()

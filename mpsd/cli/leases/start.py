@@ -55,7 +55,7 @@ def become(
             everything |= _become(owner)
         os.execvpe(command[0], [*command], {**everything, **(more or {})})  # noqa: S606 - that is what it is for
     except OSError as error:
-        _refuse(command, error)
+        refuse(command, error)
 
 
 def check(command: Sequence[str]) -> None:
@@ -64,12 +64,12 @@ def check(command: Sequence[str]) -> None:
     places = [name] if "/" in name else [os.path.join(each, name) for each in os.get_exec_path()]  # noqa: PTH118 - of any bytes
     there = [each for each in places if os.path.exists(each)]  # noqa: PTH110 - as above
     if not there:
-        _refuse(command, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        refuse(command, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
     if not any(os.access(each, os.X_OK) and os.path.isfile(each) for each in there):  # noqa: PTH113 - as above
-        _refuse(command, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        refuse(command, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
-def _refuse(command: Sequence[str], error: OSError) -> NoReturn:
+def refuse(command: Sequence[str], error: OSError) -> NoReturn:
     from mpsd.cli.leases.meant import executable
 
     shown, hint = plain(command[0]), plain(executable(command))

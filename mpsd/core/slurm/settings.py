@@ -4,12 +4,11 @@ A hook reads them at each task, so this module imports little.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError
 
-FILE: Final = Path("/etc/mpsd/slurm.toml")
+FILE: Final = "/etc/mpsd/slurm.toml"
 
 
 class Settings(NamedTuple):

@@ -192,7 +192,12 @@ class Instance:
             command = (*self._program.argv, *daemon_flags.BY_USERS[settings.users])
             token = {_START: self._record.begin(executable, environment, many_users=many_users)}
             started = process.spawn(
-                command, env={**environment, **token}, stdout=log, new_session=True, allowed=allowed
+                command,
+                env={**environment, **token},
+                stdout=log,
+                new_session=True,
+                allowed=allowed,
+                bound=self._program.bound,
             )
         finally:
             os.close(log)

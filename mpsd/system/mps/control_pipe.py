@@ -56,6 +56,8 @@ class ControlProgram:
     """A directory of links to the server's driver libraries, where the loader does not find them itself."""
     capabilities: frozenset[Capability] | None = None
     """The maximum capabilities of a single-user control daemon and its servers; None: all that mpsd has."""
+    bound: bool = False
+    """Whether control daemons end with mpsd, however that ends: those of a job do."""
 
 
 def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:

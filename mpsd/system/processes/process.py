@@ -24,7 +24,7 @@ from typing import Final
 from mpsd.core.capabilities import Capability
 from mpsd.core.model import Known, ProcessIdentity, Reading
 from mpsd.system import clock
-from mpsd.system.processes import capabilities, descriptors, namespaces, proc
+from mpsd.system.processes import capabilities, descriptors, namespaces, parentage, proc
 from mpsd.system.processes.descriptors import Purpose
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
@@ -247,17 +247,26 @@ def spawn(
     stderr: int | None = subprocess.STDOUT,
     new_session: bool = False,
     allowed: frozenset[Capability] | None = None,
+    bound: bool = False,
 ) -> Process:
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
     `new_session` keeps a terminal's signals from it, and lets it outlive mpsd. `allowed` are the capabilities that it
     can have, as far as mpsd may drop others; None: all that mpsd can have. It does not inherit mpsd's protection from
-    the kernel's out-of-memory killer.
+    the kernel's out-of-memory killer. `bound`: the kernel kills it when mpsd ends, however that ends.
     """
+    bind = parentage.bound(signal.SIGKILL) if bound else None
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
+            list(argv),
+            env=dict(env),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=new_session,
+            cwd="/",
+            preexec_fn=bind,  # noqa: PLW1509 - one call to the kernel
         )
 
     child = start() if allowed is None or not capabilities.can_drop() else capabilities.without(allowed, start)

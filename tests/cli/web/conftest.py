@@ -18,6 +18,9 @@ from tests.node import Answer, Node
 
 HOST: Final = "127.0.0.1"
 
+ANNOUNCED: Final = "[...document.getElementById('announcement').children].map(each => each.textContent)"
+"""The latest announcements of the page to a screen reader."""
+
 
 class Web:
     """A `mpsctl web`, and requests to it from a program that knows its protocol."""

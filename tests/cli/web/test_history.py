@@ -9,7 +9,7 @@ import pytest
 from mpsd.cli.render import percent, plural, size
 from mpsd.cli.users import name_of
 from tests.browser import Browser, Page
-from tests.cli.web.conftest import Web
+from tests.cli.web.conftest import ANNOUNCED, Web
 from tests.daemon.caller import NOBODY
 from tests.harness import wait_until
 from tests.node import Node
@@ -219,7 +219,7 @@ def test_label(used: Node, open_page: Callable[..., Page]) -> None:
     page.press("Enter")
     page.wait(f"{note}.innerText.includes('is not gpu, user, name, lease or label:KEY')", "the refusal")
     assert page.do("document.querySelectorAll('#history-list > article').length") == 0
-    assert page.do("document.getElementById('announcement').textContent").startswith("by=")
+    page.wait(f"{ANNOUNCED}.some(each => each.startsWith('by='))", "the refusal to be announced")
 
 
 def test_without_a_mouse(used: Node, open_page: Callable[..., Page]) -> None:
@@ -230,7 +230,7 @@ def test_without_a_mouse(used: Node, open_page: Callable[..., Page]) -> None:
     page.press("ArrowDown")
     page.wait("document.querySelector('#history-totals th').textContent === 'User'", "the last day by user")
     said = f"the last day by User: {plural(len(answer_of(used, 'user')), 'row')}"
-    page.wait(f"document.getElementById('announcement').textContent === '{said}'", "the announcement")
+    page.wait(f"{ANNOUNCED}.includes('{said}')", "the announcement")
     assert page.do("document.activeElement.id") == "history-by"
     choose(page, "label:team")
     found = [(each["role"], each["name"]) for each in page.accessible()]

@@ -15,7 +15,7 @@ from mpsd.cli.render import age, as_here, percent, plural, size
 from mpsd.cli.users import name_of
 from tests.browser import Browser, Page
 from tests.cli.conftest import end, start_mpsctl
-from tests.cli.web.conftest import Web
+from tests.cli.web.conftest import ANNOUNCED, Web
 from tests.daemon.caller import NOBODY, needs_root
 from tests.daemon.ends.clients import lease_of, target, unharmed
 from tests.harness import wait_until
@@ -404,7 +404,8 @@ class TestActions:
         page.click("document.querySelector('[aria-label=\"Drain gpu0\"]')")
         page.click("document.querySelector('#question button[type=submit]')")
         node.wait_for_state("gpu0", "draining")
-        page.wait("document.getElementById('announcement').innerText.includes('gpu0: drain ')", "the page to say so")
+        page.wait(f"{ANNOUNCED}.length >= 2", "the page to announce the drain, and the node's new first line")
+        assert any(each.startswith("gpu0: drain ") for each in page.do(ANNOUNCED))
         page.wait("document.querySelector('[aria-label=\"Restart gpu0\"]')", "the button")
         before = node.daemons()["gpu0"]["pid"]
         page.click("document.querySelector('[aria-label=\"Restart gpu0\"]')")

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import traceback
 from http import HTTPStatus
 
 import pytest
@@ -36,7 +37,7 @@ class TestEachError:
         }
 
     def test_says_what_to_do(self, error: type[MpsdError]) -> None:
-        """An error is raised with a sentence and a hint, and has both."""
+        """An error is raised with a sentence and a hint, has both, and a traceback shows both."""
         raised = error("the thing is broken", hint="mend it", limit="things")
         assert (str(raised), raised.detail, raised.hint, raised.limit) == (
             "the thing is broken",
@@ -44,6 +45,9 @@ class TestEachError:
             "mend it",
             "things",
         )
+        raised.hint += ", or replace it"
+        shown = "".join(traceback.format_exception_only(raised))
+        assert shown.endswith("Error: the thing is broken\nhint: mend it, or replace it\n")
 
 
 def test_codes_are_unique() -> None:

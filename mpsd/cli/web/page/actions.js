@@ -8,9 +8,13 @@ const RANKS = ["observer", "user", "operator", "admin"];
 /** Tell whether a principal has at least this role. */
 export const mayAs = (principal, role) => RANKS.indexOf(principal.role) >= RANKS.indexOf(role);
 
-/** Show a message to the user; a screen reader speaks it. */
+const ANNOUNCEMENTS = 10;
+
+/** Have a screen reader speak a message. Another one may follow at once, so each is a paragraph that stays for a while. */
 export function announce(text) {
-  byId("announcement").textContent = text;
+  const spoken = byId("announcement");
+  spoken.append(make("p", {}, text));
+  while (spoken.childElementCount > ANNOUNCEMENTS) spoken.firstElementChild.remove();
 }
 
 const REASON = { name: "reason", label: "Reason, shown to users whose requests are refused meanwhile (optional)", most: 200 };

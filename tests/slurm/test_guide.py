@@ -118,14 +118,13 @@ def test_the_page(bare: Site) -> None:
             program.write_text(f"#!/bin/bash\n{each.script}\n")
             program.chmod(0o755)
         for line in found:
-            user = line.rpartition("# as ")[2] if "# as " in line else ""
-            if not user:
-                run(bare, line)
+            command, is_users, of = line.partition("# as ")
+            if is_users:
+                command = command.replace("srun train", f"srun {place}/bin/train-{of}")
+                command = command.replace("sbatch ", f"sbatch -o {place}/out/%u ")
+                bare.cluster.run(of, "bash", "-c", command)
             else:
-                command = line.replace("srun train", f"srun {place}/bin/train-{user}").replace(
-                    "sbatch ", f"sbatch -o {place}/out/%u "
-                )
-                bare.cluster.run(user, "bash", "-c", command)
+                run(bare, line)
             if line.startswith("mpsctl slurm install"):  # the simulated GPUs have device files elsewhere
                 gres = place / "etc" / "slurm" / "mpsd-gres.conf"
                 gres.write_text(gres.read_text().replace("/dev/nvidia", f"{place}/dev/nvidia"))
@@ -136,7 +135,7 @@ def test_the_page(bare: Site) -> None:
             raise AssertionError(f"{error}\n{outputs}\n{bare.story()}") from None
         assert [each["active_thread_percentage"] for each in answers] == [60, 40]
         assert answers[0]["gpu"] == answers[1]["gpu"]
-        assert len(run(bare, "mpsctl leases --no-headers").splitlines()) == len(bare.leases()) == 2
+        assert len(run(bare, "mpsctl leases -o name").splitlines()) == len(bare.leases()) == 2
         for each in (first, second):
             each.tell("exit")
     bare.wait_until_clean()

@@ -516,6 +516,8 @@ class LeaseRequest(Struct, frozen=True):
     processes: int | None = 1
     """Maximum number of its client processes on each of its GPUs; they share threads and memory there. None: any
     number; each may use all."""
+    processes_max: int | None = None
+    """Maximum number of them where `processes` is None; None: as many as the GPU has places for."""
     priority: int = 0
     """A higher number is served first."""
     name: str = ""

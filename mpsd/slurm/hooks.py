@@ -111,6 +111,7 @@ def _leases(
                 "memory": memory,
                 "gpu": gpu["uuid"],
                 "processes": "any",
+                "processes_max": jobs.processes_of(request, gpu["clients_max"]),
                 "name": f"slurm-{job.id}",
                 "labels": {jobs.JOB: job.id, jobs.IDENTITY: job.identity},
                 "request_id": request_id,

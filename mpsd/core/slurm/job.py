@@ -5,6 +5,7 @@ The variables of Prolog and Epilog are set by slurmd. Source: Slurm, "Prolog and
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from math import ceil
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
@@ -127,6 +128,14 @@ def memory_of(request: Request, total: int, grantable: int) -> int:
     if memory is None or own < memory <= total * part or (memory > grantable and request.threads >= 100):  # noqa: PLR2004
         memory = own
     return max(memory // MIB, 1) * MIB
+
+
+def processes_of(request: Request, places: int | None) -> int | None:
+    """Return the maximum of client processes that a request comes to on a GPU with so many places for clients.
+
+    They are in proportion to the threads, so that no small job takes the places of all others.
+    """
+    return None if places is None else max(ceil(places * request.threads / 100), 1)
 
 
 def job_in(groups: Collection[str], environment: Mapping[str, str]) -> str:

@@ -105,6 +105,10 @@ class LeaseRequest(RequestBody, kw_only=True):
             " the sum."
         ),
     ] = 1
+    processes_max: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        about("Maximum client processes on each GPU where `processes` is `any`; null: all places that are free."),
+    ] = None
     priority: Annotated[
         int, Meta(ge=-100, le=100), about("A higher priority goes first; above 0 only with a quota that allows it.")
     ] = 0

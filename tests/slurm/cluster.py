@@ -63,6 +63,7 @@ place={place} root={root} prefix={prefix} closed={closed} project={project}
 if [ -n "$root" ]; then
     mount --bind "$root" "$root"
     for each in proc sys dev tmp; do mount --rbind /$each "$root/$each"; done
+    [ -z "$closed" ] || mount -t tmpfs -o mode=755 tmpfs "$root$closed"
     for each in "$prefix" "$project"; do mkdir -p "$root$each"; mount --bind "$each" "$root$each"; done
 elif [ -n "$closed" ]; then
     mkdir -p "$place/prefix"; mount --bind "$prefix" "$place/prefix"

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fork_server import ForkServer
+from tests.slurm import building
 from tests.slurm.site import Site
 from tests.slurm.site import site as running_site
 
@@ -19,9 +21,18 @@ def place(private_root: Path) -> Path:
     return private_root / f"s{next(_numbers)}"
 
 
+@pytest.fixture(scope="module", params=["this Debian's", building.SUITE])
+def slurm(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the options of a site for this machine's Slurm, and for a newer one.
+
+    That one takes no control groups of version 1 beside version 2, so it follows processes by what /proc tells.
+    """
+    return {"root": building.found(), "control_groups": False} if request.param == building.SUITE else {}
+
+
 @pytest.fixture(scope="module")
-def site(private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / f"s{next(_numbers)}", fork_server) as started:
+def site(slurm: dict[str, Any], private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
+    with running_site(private_root / f"s{next(_numbers)}", fork_server, **slurm) as started:
         yield started
 
 

@@ -1,5 +1,7 @@
 """Jobs with shares of GPUs: each has a lease, whatever it says about itself, and no more than that."""
 
+import re
+
 import pytest
 
 from tests.harness import wait_until
@@ -24,7 +26,10 @@ def test_two_users_share_and_a_third_waits(site: Site) -> None:
         for job, share in zip(jobs, (60, 40), strict=True):
             (lease,) = site.leases(job)
             assert lease["active_thread_percentage"] == share
-            assert lease["holders"][0]["cgroup"].endswith(f"/job_{job}")
+            if site.cluster.control_groups:
+                assert lease["holders"][0]["cgroup"].endswith(f"/job_{job}")
+            if site.cluster.root is not None:  # a newer Slurm tells the job's SLUID
+                assert re.fullmatch(r"s[0-9A-Z]{13}", lease["labels"]["slurm/identity"])
         waits = site.cluster.submit("cleo", third.script, "--gres=mps:10")
         wait_until(lambda: site.cluster.job(waits).get("Reason") == "Resources", what="the third job to wait")
         assert not site.leases(waits)

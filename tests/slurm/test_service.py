@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ SETTINGS = {"look": 1.0}
 
 
 @pytest.fixture(scope="module")
-def site(private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / "sv", fork_server, settings=SETTINGS) as started:
+def site(slurm: dict[str, Any], private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
+    with running_site(private_root / f"sv{len(slurm)}", fork_server, settings=SETTINGS, **slurm) as started:
         start_service(started)
         yield started
 

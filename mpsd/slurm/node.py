@@ -131,10 +131,13 @@ def merged(present: str, node: str, text: str) -> str:
     return "; ".join([*kept, own])
 
 
+def is_active(state: str) -> bool:
+    """Tell whether a job in this state has something of a node, or is about to."""
+    return state.upper() in ACTIVE
+
+
 def gone(leases: Iterable["answer_types.Lease"], states: Mapping[str, str]) -> Collection[str]:
     """Return the ids of the leases whose jobs have nothing of this node any more, by the states of its jobs."""
     return {
-        each["id"]
-        for each in leases
-        if JOB in each["labels"] and states.get(each["labels"][JOB], "").upper() not in ACTIVE
+        each["id"] for each in leases if JOB in each["labels"] and not is_active(states.get(each["labels"][JOB], ""))
     }

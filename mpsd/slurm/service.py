@@ -20,6 +20,7 @@ from mpsd.core.slurm.settings import Settings
 from mpsd.slurm import hooks
 from mpsd.slurm import node as judge
 from mpsd.slurm.node import Reason
+from mpsd.slurm.records import Records
 from mpsd.slurm.slurm_programs import SlurmPrograms
 from mpsd.system import clock
 from mpsd.system.files import atomic_file
@@ -129,7 +130,7 @@ class Jobs:
     slurm: SlurmPrograms
     _written: dict[str, _Written] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
-    """The leases whose jobs Slurm did not know at the last look."""
+    """The leases whose jobs Slurm did not know at the last look, and the jobs that Prolog left for an Epilog."""
 
     def account(self, leases: Collection["answer_types.Lease"], api: Client, now: float) -> None:
         """Write what each job has into its AdminComment, where that has changed. Raises MpsdError."""
@@ -153,13 +154,19 @@ class Jobs:
                 self.slurm.set_admin_comment(job, wanted)
             written.text = text
 
-    def end_unknown(self, leases: Collection["answer_types.Lease"], api: Client) -> None:
-        """End the leases of jobs that Slurm did not know twice in a row. Raises MpsdError."""
-        unknown = {*judge.gone(leases, self.slurm.states())} if leases else set()
-        for each in sorted(unknown & self._unknown):
+    def end_unknown(self, leases: Collection["answer_types.Lease"], api: Client, records: Records) -> None:
+        """End the leases of jobs that Slurm did not know twice in a row, and forget them. Raises MpsdError, OSError."""
+        recorded = {each.job: f"job {each.job}" for each in records.all()}
+        states = self.slurm.states() if leases or recorded else {}
+        ended = {*judge.gone(leases, states)}
+        forgotten = {job: name for job, name in recorded.items() if not judge.is_active(states.get(job, ""))}
+        for each in sorted(ended & self._unknown):
             _log(f"the lease {each} is ended with its clients: Slurm does not know its job any more")
             api.end(each)
-        self._unknown = unknown - self._unknown
+        for job, name in forgotten.items():
+            if name in self._unknown:
+                records.remove(job)
+        self._unknown = {*ended, *forgotten.values()} - self._unknown
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -216,7 +223,7 @@ class Service:
     def _tidy(self, api: Client, now: float, *, is_slow: bool) -> None:  # noqa: ARG002 - likewise
         if is_slow:
             hooks.end_late(self._settings, api)
-            self._jobs.end_unknown(self._leases(api), api)
+            self._jobs.end_unknown(self._leases(api), api, Records(self._settings.state_dir))
 
     def _leases(self, api: Client) -> list["answer_types.Lease"]:
         return [each for each in api.leases()["leases"] if JOB in each["labels"]]

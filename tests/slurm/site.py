@@ -126,6 +126,19 @@ def write_hooks(cluster: Cluster, settings: Mapping[str, object], *, project: Pa
     cluster.place.joinpath("hooks").chmod(0o755)
 
 
+def start_service(site: Site) -> None:
+    """Start `mpsd-slurm service` beside slurmd."""
+    site.cluster.run_daemon("service", *hook_program(site, "service"))
+
+
+def hook_program(site: Site, name: str) -> list[str]:
+    """Return a command line of mpsd-slurm in the cluster's namespaces."""
+    packages = next(each for each in sys.path if each.endswith("site-packages"))
+    variables = {"MPSD_SLURM_CONFIG": f"{site.cluster.place}/hooks/slurm.toml", "PYTHONPATH": f"{ROOT}:{packages}"}
+    words = [f"{key}={value}" for key, value in variables.items()]
+    return ["env", *words, str(Path(sys.executable).resolve()), "-m", "mpsd.slurm", name]
+
+
 def configured(place: Path, *, flags: str = "Contain") -> str:
     """Return the lines of slurm.conf with mpsd's hooks."""
     return "".join(f"{name}={place}/hooks/{hook}\n" for name, hook in HOOKS.items()) + f"PrologFlags={flags}\n"
@@ -164,4 +177,4 @@ def site(
         remove_tree(place)
 
 
-__all__ = ["USERS", "Driven", "Site", "site"]
+__all__ = ["USERS", "Driven", "Site", "site", "start_service"]

@@ -126,10 +126,11 @@ def install(api: Client, config: Path | None, share: str, *, applies: bool) -> N
     from mpsd.core.slurm.configuration import Configuration
     from mpsd.system.host import slurm as files
 
-    place = config or files.PLACES[0]
-    present = Configuration()
-    with contextlib.suppress(MpsdError):
-        place = files.folder(config)
+    place, present = files.PLACES[0], Configuration()
+    if config is not None:
+        place = (config.parent if config.name == "slurm.conf" else config).absolute()
+    with contextlib.suppress(MpsdError):  # Slurm is not configured yet
+        place = files.folder(config).absolute()
         present = files.read(place)
     node, devices = os.uname().nodename.partition(".")[0], _devices(api)
     wanted = {

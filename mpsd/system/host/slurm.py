@@ -12,7 +12,7 @@ from mpsd.core.errors import ConfigurationError
 from mpsd.core.slurm import configuration, gres
 from mpsd.core.slurm.check import HEALTH, HOOKS
 from mpsd.core.slurm.configuration import Configuration
-from mpsd.system.files import atomic_file
+from mpsd.system.files import atomic_file, path_safety
 from mpsd.system.processes import foreground, process
 
 PLACES: Final = (Path("/etc/slurm"), Path("/etc/slurm-llnl"), Path("/run/slurm/conf"))
@@ -115,7 +115,7 @@ def script() -> str:
 def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> Iterator[str]:
     """Write the files, of `kept` only those that are not there, and link the hooks; yield what was done.
 
-    Raises OSError.
+    Raises OSError, and ConfigurationError where other users could replace the program that the hooks are.
     """
     for path, text in {**texts, **{path: text for path, text in kept.items() if not path.exists()}}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +124,8 @@ def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> 
             yield f"write {path}"
     own = Path(sysconfig.get_path("scripts"), "mpsd-slurm")
     own = own if own.exists() else Path(sys.argv[0]).resolve().with_name("mpsd-slurm")
+    for each in (own, own.resolve()):  # slurmd runs it as root
+        path_safety.check_path(each)
     hooks.mkdir(parents=True, exist_ok=True)
     for name in (*HOOKS.values(), HEALTH):
         link = hooks / name

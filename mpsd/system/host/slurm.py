@@ -13,13 +13,11 @@ from mpsd.core.slurm import configuration, gres
 from mpsd.core.slurm.check import HEALTH, HOOKS
 from mpsd.core.slurm.configuration import Configuration
 from mpsd.system.files import atomic_file, path_safety
+from mpsd.system.host import slurm_files
 from mpsd.system.processes import foreground, process
 
 PLACES: Final = (Path("/etc/slurm"), Path("/etc/slurm-llnl"), Path("/run/slurm/conf"))
 """Where slurm.conf is: the last one is that of a node which got it from slurmctld ("configless")."""
-
-_DEPTH: Final = 8
-"""How many files may include one another."""
 
 _LARGEST: Final = 2**20
 """Bytes of a script that are read."""
@@ -43,25 +41,10 @@ def folder(given: Path | None = None) -> Path:
 
 def read(place: Path) -> Configuration:
     """Return the configuration in a directory. Raises ConfigurationError for a file that cannot be read."""
-    return configuration.parse(*("\n".join(_lines(place, Path(each), 0)) for each in _FILES))
+    return configuration.parse(*(slurm_files.text(str(place / each)) for each in _FILES))
 
 
 _FILES: Final = ("slurm.conf", "gres.conf", "cgroup.conf")
-
-
-def _lines(place: Path, path: Path, depth: int) -> Iterator[str]:
-    try:
-        text = (place / path).read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigurationError(f"{place / path} cannot be read: {error.strerror}", hint="call this as root") from None
-    for line in configuration.logical_lines(text):
-        further = configuration.included(line)
-        if further is None:
-            yield line
-        elif depth < _DEPTH:
-            yield from _lines(place, Path(further), depth + 1)
 
 
 def scripts(found: Configuration, hooks: Path) -> dict[str, str]:

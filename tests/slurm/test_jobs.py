@@ -203,6 +203,7 @@ def test_a_requeued_job_has_another_lease(site: Site) -> None:
         (first,) = site.leases(job)
         site.cluster.root_run("scontrol", "requeue", str(job))
         site.wait_until_clean()
+        site.cluster.wait_for_state(job, "PENDING")  # slurmctld sets the time of the next start when Epilog has ended
         # Slurm waits two minutes by itself. 22.05 runs no Prolog where the job starts within a second of its end.
         site.cluster.root_run("scontrol", "update", f"jobid={job}", "StartTime=now+3seconds")
         assert driven.answer()["active_thread_percentage"] == 50

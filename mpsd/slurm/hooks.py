@@ -132,11 +132,10 @@ def _leases(
 def _order(settings: Settings, environment: Mapping[str, str]) -> list[int]:
     """Return the minor numbers of the GPUs in Slurm's order; empty where gres.conf does not tell."""
     from mpsd.core.slurm import gres
+    from mpsd.system.host import slurm_files
 
     beside = os.path.dirname(environment.get("SLURM_CONF") or "/etc/slurm/slurm.conf") + "/gres.conf"
-    with suppress(OSError):
-        return gres.minors(_text(settings.gres_conf or beside), environment.get("SLURMD_NODENAME", ""))
-    return []
+    return gres.minors(slurm_files.text(settings.gres_conf or beside), environment.get("SLURMD_NODENAME", ""))
 
 
 def _by_minor(gpus: list["answer_types.Gpu"]) -> dict[int, str]:

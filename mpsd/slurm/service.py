@@ -1,6 +1,6 @@
 """The service beside mpsd and slurmd: the node's state, AdminComments, and leases that no Epilog has ended.
 
-It looks at mpsd every few seconds, and calls Slurm only where something has changed, and each minute. What Slurm or
+It looks at mpsd each second, and calls Slurm only where something has changed, and each minute. What Slurm or
 mpsd does not answer is tried again at the next look.
 """
 
@@ -28,7 +28,7 @@ from mpsd.system.files import atomic_file
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
-_LOOK: Final = 3.0
+_LOOK: Final = 1.0
 """Seconds between two looks at mpsd."""
 
 _SETTLES: Final = 15.0

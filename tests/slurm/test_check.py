@@ -40,7 +40,8 @@ CGROUP: Final = "ConstrainDevices=yes\n"
 
 def seen(slurm: str = SLURM, gres: str = GRES, cgroup: str = CGROUP) -> Seen:
     found = configuration.parse(slurm, gres, cgroup)
-    return Seen(configuration=found, version="22.05.8", grace=15, wait=15)
+    gpus = frozenset({0, 1})
+    return Seen(configuration=found, version="22.05.8", grace=15, wait=15, node="n1", gpus=gpus)
 
 
 def words(found: Seen) -> str:
@@ -65,6 +66,8 @@ def changed(old: str, new: str) -> Seen:
         ("Name=mps", "Name=other", "fail", "gres.conf has no line for mps"),
         ("mps:200,", "", "fail", "no node of slurm.conf has mps"),
         (" Flags=all_sharing", "", "warn", "one_sharing"),
+        ("File=/dev/nvidia[0-1]", "File=/dev/nvidia[0-2]", "fail", "gres.conf names /dev/nvidia2, which is no GPU"),
+        ("Name=gpu File=/dev/nvidia[0-1]", "AutoDetect=nvml", "warn", "names no device files"),
         ("Alloc,Contain", "Alloc", "fail", "PrologFlags has no Contain"),
         ("Alloc,Contain", "Contain,NoHold", "warn", "NoHold"),
         (f"Prolog={HOOKS}/prolog\n", "", "fail", "slurm.conf has no Prolog"),
@@ -127,7 +130,8 @@ def test_the_lines_of_install_need_no_check() -> None:
         assert found.words("GresTypes") == ["gpu", kind, "gpumem", "craynetwork"]
         assert found.words("JobSubmitPlugins") == ["throttle", "lua"]
         assert found.words("PrologFlags") == ["contain", "x11"]
-        assert not findings(Seen(configuration=found, version="26.05.5", grace=15, wait=15))
+        gpus = frozenset({0, 2})
+        assert not findings(Seen(configuration=found, version="26.05.5", grace=15, wait=15, node="n1", gpus=gpus))
 
 
 def test_reading() -> None:

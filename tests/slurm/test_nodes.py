@@ -27,14 +27,20 @@ def test_all_gpus_are_shared(place: Path, fork_server: ForkServer) -> None:
 
 
 def test_places_in_the_order_of_gres_conf(place: Path, fork_server: ForkServer) -> None:
-    """SLURM_JOB_GPUS has places in gres.conf, which may name the devices in another order."""
+    """SLURM_JOB_GPUS has places in gres.conf, which may name the devices in another order, and include its lines."""
     with site(place, fork_server, flags="all_sharing", reversed_devices=True) as started:
         hook = str(started.cluster.place / "hooks" / "prolog")
-        variables = ["env", "SLURM_JOB_ID=9", "SLURM_JOB_UID=3001", "SLURM_JOB_GPUS=0", "SLURMD_NODENAME=slurmnode"]
-        started.cluster.root_run(*variables, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25", hook)
-        (lease,) = started.leases(9)
-        assert lease["gpus"] == [started.node.get("/v1/gpus").json["gpus"][1]["uuid"]]
-        started.cluster.root_run(*variables, str(started.cluster.place / "hooks" / "epilog"))
+        gres = started.cluster.place / "etc" / "slurm" / "gres.conf"
+        for job in ("8", "9"):
+            variables = ["env", f"SLURM_JOB_ID={job}", "SLURM_JOB_UID=3001", "SLURM_JOB_GPUS=0"]
+            variables += ["SLURMD_NODENAME=slurmnode"]
+            started.cluster.root_run(*variables, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25", hook)
+            (lease,) = started.leases(int(job))
+            assert lease["gpus"] == [started.node.get("/v1/gpus").json["gpus"][1]["uuid"]]
+            started.cluster.root_run(*variables, str(started.cluster.place / "hooks" / "epilog"))
+            if job == "8":
+                gres.rename(gres.with_name("more.conf"))
+                gres.write_text("Include more.conf\n")
         started.wait_until_clean()
 
 

@@ -69,6 +69,8 @@ def check(api: Client, form: str, config: Path | None) -> None:
             is_scripted=files.is_scripted(place),
             grace=ours.grace,
             wait=ours.wait,
+            node=ours.node or os.uname().nodename.partition(".")[0],
+            gpus=_numbers(api),
             one_user=_serves_one_user(api),
         )
     )
@@ -89,6 +91,17 @@ def _report(results: "Sequence[Finding]") -> str:
             f"         remedy: {as_here(plain(each.remedy))}",
         ]
     return "\n".join(lines or ["nothing is wrong: Slurm's shares are limits of mpsd's"])
+
+
+def _numbers(api: Client) -> frozenset[int] | None:
+    """Return the numbers of the device files of mpsd's GPUs; None where it does not answer."""
+    from mpsd.core.slurm.gres import MINOR
+
+    try:
+        found = [MINOR.search(each.file) for each in _devices(api)]
+    except MpsdError:
+        return None
+    return frozenset(int(each[1]) for each in found if each is not None)
 
 
 def _serves_one_user(api: Client) -> bool | None:
@@ -126,10 +139,11 @@ def install(api: Client, config: Path | None, share: str, *, applies: bool) -> N
     from mpsd.core.slurm.configuration import Configuration
     from mpsd.system.host import slurm as files
 
-    place = config or files.PLACES[0]
-    present = Configuration()
-    with contextlib.suppress(MpsdError):
-        place = files.folder(config)
+    place, present = files.PLACES[0], Configuration()
+    if config is not None:
+        place = (config.parent if config.name == "slurm.conf" else config).absolute()
+    with contextlib.suppress(MpsdError):  # Slurm is not configured yet
+        place = files.folder(config).absolute()
         present = files.read(place)
     node, devices = os.uname().nodename.partition(".")[0], _devices(api)
     wanted = {

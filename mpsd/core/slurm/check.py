@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from mpsd.core.slurm import gres
 from mpsd.core.slurm.configuration import Configuration, resources
 from mpsd.core.units import first_of
 
@@ -57,6 +58,10 @@ class Seen:
     """Seconds that Epilog gives clients to end."""
     wait: float = 30.0
     """Seconds that Prolog waits at most."""
+    node: str = ""
+    """The name of this node in Slurm."""
+    gpus: frozenset[int] | None = None
+    """The numbers of the device files of the GPUs that mpsd shares; None where it does not answer."""
     one_user: bool | None = None
     """Whether mpsd serves one user at a time on a GPU of this node; None where it does not answer."""
 
@@ -90,6 +95,23 @@ def _sharing(seen: Seen) -> Iterator[Finding]:
         if gpus > 1 and lines and not all("all_sharing" in each.flags for each in lines):
             because = f"one GPU of a node serves {kind} at a time (one_sharing), and nodes have {gpus}"
             yield _warn(because, f"add Flags=all_sharing to each line of {kind} in gres.conf")
+
+
+def _gpus(seen: Seen) -> Iterator[Finding]:
+    own = [each for each in seen.configuration.of_gres("gpu") if gres.is_for(seen.node, each.nodes)]
+    paths = [path for each in own for path in each.files]
+    if not paths:
+        because = (
+            "gres.conf names no device files of GPUs: mpsd assumes that Slurm has them in the order of their numbers"
+        )
+        yield _warn(because, "a line Name=gpu File=/dev/nvidiaN for each of them, as mpsctl slurm install shows")
+    if seen.gpus is None:
+        return
+    unknown = [path for path in paths if (found := gres.MINOR.search(path)) is None or int(found[1]) not in seen.gpus]
+    unknown = [path for path in unknown if not _CONTROL.fullmatch(path)]
+    if unknown:
+        because = f"gres.conf names {first_of(unknown)}, which is no GPU that mpsd shares: its jobs fail"
+        yield _fail(because, "compare mpsctl gpus, and /proc/driver/nvidia/gpus/*/information")
 
 
 def _hooks(seen: Seen) -> Iterator[Finding]:
@@ -193,7 +215,7 @@ def _version(seen: Seen) -> Iterator[Finding]:
 
 
 _LOOKS: Final[tuple[Callable[[Seen], Iterator[Finding]], ...]] = (
-    _types, _sharing, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _version,
+    _types, _sharing, _gpus, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _version,
 )  # fmt: skip
 
 

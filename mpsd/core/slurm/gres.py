@@ -12,7 +12,7 @@ from typing import Final
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.slurm.configuration import files, logical_lines, pairs
 
-_MINOR: Final = re.compile(r"nvidia([0-9]+)\Z")
+MINOR: Final = re.compile(r"nvidia([0-9]+)\Z")
 _INFORMATION: Final = re.compile(r"^(GPU UUID|Device Minor)\s*:\s*(\S+)\s*$", re.MULTILINE)
 _NODES: Final = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
 
@@ -22,14 +22,15 @@ def minors(text: str, node: str) -> list[int]:
     found: list[int] = []
     for line in logical_lines(text):
         values = pairs(line)
-        if values.get("name", "").lower() != "gpu" or not _is_for(node, values.get("nodename", "")):
+        if values.get("name", "").lower() != "gpu" or not is_for(node, values.get("nodename", "")):
             continue
-        names = (_MINOR.search(each) for each in files(values.get("file", "")))
+        names = (MINOR.search(each) for each in files(values.get("file", "")))
         found += [int(each[1]) for each in names if each is not None]
     return found
 
 
-def _is_for(node: str, named: str) -> bool:
+def is_for(node: str, named: str) -> bool:
+    """Tell whether a line of gres.conf with this `NodeName=` is for a node; an empty one is for all."""
     return not named or any(node in files(each) for each in _NODES.findall(named))
 
 

@@ -12,14 +12,12 @@ from mpsd.core.errors import ConfigurationError
 from mpsd.core.slurm import configuration, gres
 from mpsd.core.slurm.check import HEALTH, HOOKS
 from mpsd.core.slurm.configuration import Configuration
-from mpsd.system.files import atomic_file
+from mpsd.system.files import atomic_file, path_safety
+from mpsd.system.host import slurm_files
 from mpsd.system.processes import foreground, process
 
 PLACES: Final = (Path("/etc/slurm"), Path("/etc/slurm-llnl"), Path("/run/slurm/conf"))
 """Where slurm.conf is: the last one is that of a node which got it from slurmctld ("configless")."""
-
-_DEPTH: Final = 8
-"""How many files may include one another."""
 
 _LARGEST: Final = 2**20
 """Bytes of a script that are read."""
@@ -43,25 +41,10 @@ def folder(given: Path | None = None) -> Path:
 
 def read(place: Path) -> Configuration:
     """Return the configuration in a directory. Raises ConfigurationError for a file that cannot be read."""
-    return configuration.parse(*("\n".join(_lines(place, Path(each), 0)) for each in _FILES))
+    return configuration.parse(*(slurm_files.text(str(place / each)) for each in _FILES))
 
 
 _FILES: Final = ("slurm.conf", "gres.conf", "cgroup.conf")
-
-
-def _lines(place: Path, path: Path, depth: int) -> Iterator[str]:
-    try:
-        text = (place / path).read_text(errors="replace")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigurationError(f"{place / path} cannot be read: {error.strerror}", hint="call this as root") from None
-    for line in configuration.logical_lines(text):
-        further = configuration.included(line)
-        if further is None:
-            yield line
-        elif depth < _DEPTH:
-            yield from _lines(place, Path(further), depth + 1)
 
 
 def scripts(found: Configuration, hooks: Path) -> dict[str, str]:
@@ -115,7 +98,7 @@ def script() -> str:
 def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> Iterator[str]:
     """Write the files, of `kept` only those that are not there, and link the hooks; yield what was done.
 
-    Raises OSError.
+    Raises OSError, and ConfigurationError where other users could replace the program that the hooks are.
     """
     for path, text in {**texts, **{path: text for path, text in kept.items() if not path.exists()}}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +107,8 @@ def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> 
             yield f"write {path}"
     own = Path(sysconfig.get_path("scripts"), "mpsd-slurm")
     own = own if own.exists() else Path(sys.argv[0]).resolve().with_name("mpsd-slurm")
+    for each in (own, own.resolve()):  # slurmd runs it as root
+        path_safety.check_path(each)
     hooks.mkdir(parents=True, exist_ok=True)
     for name in (*HOOKS.values(), HEALTH):
         link = hooks / name

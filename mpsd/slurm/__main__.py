@@ -3,9 +3,10 @@
 slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is.
 """
 
+import gc
 import os
 import sys
-from typing import Final
+from typing import Final, NoReturn
 
 from mpsd.core.errors import MpsdError
 from mpsd.core.slurm.settings import FILE, Settings, parse
@@ -26,13 +27,20 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = [name] if name in _NAMES else sys.argv[1:]
     match arguments:
         case ["prolog" | "epilog" as name]:
-            return _as_root(name)
+            _leave(_as_root(name))
         case ["task-prolog"]:
-            return _as_user()
+            _leave(_as_user())
         case ["health" | "service" as name]:
             return _beside(name)
     sys.stderr.write(f"{_USAGE}\n")
     return 2
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit at once: to tear the interpreter down takes a tenth of a hook's time."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _settings() -> Settings:
@@ -44,6 +52,7 @@ def _settings() -> Settings:
 
 
 def _as_root(name: str) -> int:
+    gc.disable()  # it ends before there is garbage, and slurmd waits for it
     from mpsd.slurm import hooks
 
     try:
@@ -54,6 +63,7 @@ def _as_root(name: str) -> int:
 
 
 def _as_user() -> int:
+    gc.disable()
     from mpsd.slurm import hooks
 
     try:

@@ -155,3 +155,7 @@ def test_settings() -> None:
     assert settings.parse("") == settings.Settings()
     found = settings.parse('comment = true\nwait = 3\nstate_dir = "/run/x"')
     assert (found.comment, found.wait, found.state_dir) == (True, 3.0, "/run/x")
+    # What is not written as in JSON is TOML all the same.
+    assert settings.parse("# ours\n\nstate_dir = '/run/x' # there\nwait = 3\ncomment = true\n") == found
+    with pytest.raises(ConfigurationError, match="overwrite"):
+        settings.parse("wait = 3\nwait = 4")

@@ -126,7 +126,7 @@ def returning(control: str, root: Path) -> Iterator[Result]:
 
 
 def status(control: str, root: Path) -> Iterator[Result]:
-    """Compare `mpsctl status`, and a full run of `mpsctl doctor`, with the bare interpreter."""
+    """Compare `mpsctl status`, a full run of `mpsctl doctor`, and the Python package, with the bare interpreter."""
     mpsctl = Path(sys.executable).with_name("mpsctl")
     # As pip does at an installation; a checkout may not be compiled.
     compileall.compile_dir(Path(mpsd.__file__).parent, quiet=2)
@@ -139,9 +139,15 @@ def status(control: str, root: Path) -> Iterator[Result]:
         # This call runs every check, and reports one that is ok on any machine, so it exits with 0.
         doctor = run(str(mpsctl), "doctor", "--only", "version")
         ours, bare = run(str(mpsctl), "status"), run(sys.executable, "-c", "pass")
-        mine, looked, theirs = in_turn(ours, doctor, bare, rounds=31)
+        package = [
+            run(sys.executable, "-c", f"import mpsd; {name}") for name in ("mpsd", "mpsd.lease", "mpsd.AsyncClient")
+        ]
+        mine, looked, theirs, imported, blocking, later = in_turn(ours, doctor, bare, *package, rounds=31)
     yield Result("mpsctl status against python -c pass", mine, theirs, at_most=4.5)
     yield Result("mpsctl doctor against python -c pass", looked, theirs, at_most=28)
+    yield Result("import mpsd against python -c pass", imported, theirs, at_most=3)
+    yield Result("import mpsd and mpsd.lease against python -c pass", blocking, theirs, at_most=5)
+    yield Result("import mpsd and mpsd.AsyncClient against python -c pass", later, theirs, at_most=8)
 
 
 def idle(control: str, root: Path) -> Iterator[Result | Figure]:

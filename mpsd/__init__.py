@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from mpsd.client.async_client import AsyncClient
     from mpsd.client.client import Client
     from mpsd.client.lease import Lease, Verification, WholeGpuWarning, current, lease
+    from mpsd.client.pool import Pool
+    from mpsd.client.processes import Process, process, spawn
     from mpsd.core import errors
     from mpsd.core.errors import MpsdError
 

@@ -12,7 +12,8 @@
 An answer is mpsd's JSON as Python decodes it, with the types of `answer_types`; requests have the fields that
 docs/reference/api.md describes. Every method raises UnreachableError when no mpsd answers within the deadline,
 UntrustedSocketError when a stranger listens on the socket, and otherwise the error of mpsd's answer, as its class in
-`mpsd.core.errors` with a hint. The calls block, and threads may share a Client.
+`mpsd.core.errors` with a hint. The calls block, and many threads may share a Client; `mpsd.AsyncClient` has the same
+methods for asyncio.
 """
 
 from mpsd.client.client import Client

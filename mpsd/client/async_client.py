@@ -5,7 +5,7 @@
     import mpsd
 
     async def main() -> None:
-        async with mpsd.AsyncClient() as api, api.leased(fraction=0.25, wait=60) as lease:
+        async with mpsd.AsyncClient() as api, api.leased(fraction=0.25, wait="10m") as lease:
             job = await asyncio.create_subprocess_exec("true", env={**os.environ, **lease["env"]})
             await job.wait()
 
@@ -17,11 +17,12 @@ Many tasks may use one AsyncClient. A lease is held by the process, not by the t
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack, cast
 
 from mpsd.client import waiting
 from mpsd.client.async_routes import AsyncRoutes
 from mpsd.client.client import Client
+from mpsd.client.request import Request, body
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ class AsyncClient(AsyncRoutes):
             raise
 
     @contextlib.asynccontextmanager
-    async def leased(self, *, wait: float = 0, **request: object) -> AsyncIterator["answer_types.Lease"]:
-        """Take a lease for the block, as `take` does; `request` has the fields of `admit`.
+    async def leased(self, **request: Unpack[Request]) -> AsyncIterator["answer_types.Lease"]:
+        """Take a lease for the block, as `take` does; the arguments are those of `mpsd.lease`'s request.
 
-        At its end, however that comes about, the lease is released. Where mpsd is away then, the lease ends with this
-        process.
+        At its end, however that comes about, the lease is released. Where mpsd is away then, it ends with this process.
+        A time to live (`ttl`) is not renewed. Raises InvalidRequestError for a text in no valid notation, too.
         """
-        lease = await self.take(request, wait=wait)
+        asked = body(request)
+        wait = cast("float", asked.pop("wait", 0.0))
+        lease = await self.take(asked, wait=wait)
         try:
             yield lease
         except BaseException:

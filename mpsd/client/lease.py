@@ -27,7 +27,7 @@ from mpsd.client import own_environment
 from mpsd.client.client import Client
 from mpsd.client.environment import environment, own_connections
 from mpsd.client.request import Request, body
-from mpsd.client.waiting import Progress, take
+from mpsd.client.waiting import Progress, give_up, new_request_id, take
 from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdError, NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
@@ -264,26 +264,17 @@ class Lease:
                 )
         if "connections" not in request and (connections := own_connections(os.environ)) is not None:
             request = {**request, "connections": connections}
-        contact = _Contact()
-        try:
-            answer = self._take(request, contact)
-        except UnreachableError as error:
-            if error.socket is None or contact.is_made:
-                raise
-            if self._otherwise == "fail":
-                error.hint += '; to go on without mpsd, with the whole GPU: otherwise="whole-gpu"'
-                raise
-            self.is_whole_gpu, self._absent = True, error
-            warnings.warn(
-                f"{error.detail}: this program goes on with the whole GPU, without limits",
-                WholeGpuWarning,
-                stacklevel=3,
-            )
-            return
-        self._opened_by = os.getpid()
-        _held.append(self)
+        request_id, contact = new_request_id(), _Contact()
         with contextlib.ExitStack() as failed:
-            failed.callback(self._close_quietly)
+            failed.callback(self._abandon, request_id)
+            try:
+                answer = self._take({**request, "request_id": request_id}, contact)
+            except MpsdError as error:
+                failed.pop_all()
+                self._go_without(error, contact)
+                return
+            self._opened_by = os.getpid()
+            _held.append(self)
             self._accept(answer)
             self.holder = cast("int | None", self._request.get("pid")) or os.getpid()
             if sets_environment:
@@ -292,6 +283,27 @@ class Lease:
                 own_environment.put(self, self.environment)
             self._watch(answer)
             failed.pop_all()
+
+    def _go_without(self, error: MpsdError, contact: "_Contact") -> None:
+        """Go on with the whole GPU, if the program wants that, and there is no mpsd; otherwise raise the error."""
+        if not isinstance(error, UnreachableError) or error.socket is None or contact.is_made:
+            raise error
+        if self._otherwise == "fail":
+            error.hint += '; to go on without mpsd, with the whole GPU: otherwise="whole-gpu"'
+            raise error
+        self.is_whole_gpu, self._absent = True, error
+        warnings.warn(
+            f"{error.detail}: this program goes on with the whole GPU, without limits", WholeGpuWarning, stacklevel=4
+        )
+
+    def _abandon(self, request_id: str) -> None:
+        """Release the lease of a request whose program does not get it."""
+        was_answered = self.answer is not None
+        with contextlib.suppress(MpsdError):
+            self.close()
+            if not was_answered:
+                with self._calling() as client:
+                    give_up(client, request_id)
 
     def _refuse_another(self, answer: "answer_types.Lease") -> None:
         """Refuse a further lease on a GPU where this process holds one: mpsd cannot see whose client it is.
@@ -337,24 +349,30 @@ class Lease:
         opened_by, self._opened_by = self._opened_by, None
         if self in _held:
             _held.remove(self)
-        own_environment.take_back(self)
-        if opened_by != os.getpid() or self.answer is None:
-            return
+        is_released_here = opened_by == os.getpid() and self.answer is not None
+        with contextlib.ExitStack() as rest:  # what is left to do where this is interrupted, as by Ctrl-C
+            if is_released_here:
+                rest.callback(self._release_later, self.id)
+            rest.callback(own_environment.take_back, self)
+            own_environment.take_back(self)
+            if is_released_here and not self._release():
+                return
+            rest.pop_all()
+
+    def _release(self) -> bool:
+        """Release the lease, and tell whether that is done: mpsd may be away. Raises the errors of a refusal."""
+        answer = self._known()
         if self._watcher is not None:
             self._watcher.stop()
-        answer = self.answer
         self.answer = cast("answer_types.Lease", {**answer, "state": "ended", "because": "it was closed"})
-        with contextlib.ExitStack() as unreleased:
-            unreleased.callback(self._release_later, answer["id"])  # also after KeyboardInterrupt
-            try:
-                with self._calling() as client, contextlib.suppress(NotFoundError):  # it ended long ago
-                    client.release(answer["id"])
-            except MpsdError as error:
-                if error.retryable:
-                    return
-                unreleased.pop_all()
+        try:
+            with self._calling() as client, contextlib.suppress(NotFoundError):  # it ended long ago
+                client.release(answer["id"])
+        except MpsdError as error:
+            if not error.retryable:
                 raise
-            unreleased.pop_all()
+            return False
+        return True
 
     def _release_later(self, name: str) -> None:
         from mpsd.client.watcher import release_later

@@ -50,8 +50,10 @@ def inherited(name: str) -> str:
 def put(owner: object, variables: Mapping[str, str]) -> None:
     """Put a lease's variables into os.environ, and take away those of another job."""
     with _lock:
-        before = _replace({**variables, **dict.fromkeys(foreign(os.environ, variables))})
-        _stack.append(_Put(owner, before))
+        changed: dict[str, str | None] = {**variables, **dict.fromkeys(foreign(os.environ, variables))}
+        # First noted: `take_back` undoes what an exception such as KeyboardInterrupt leaves half done.
+        _stack.append(_Put(owner, {name: os.environ.get(name) for name in changed}))
+        _replace(changed)
 
 
 def take_back(owner: object) -> None:
@@ -63,19 +65,17 @@ def take_back(owner: object) -> None:
         place = next((place for place, each in enumerate(_stack) if each.owner is owner), None)
         if place is None:
             return
-        before = _stack.pop(place).before
-        if place == len(_stack):
-            _replace(before)
+        if place == len(_stack) - 1:
+            _replace(_stack[place].before)
         else:
-            _stack[place].before |= before
+            _stack[place + 1].before |= _stack[place].before
+        del _stack[place]
 
 
-def _replace(variables: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set variables, or remove those that are None; return their values before."""
-    before = {name: os.environ.get(name) for name in variables}
+def _replace(variables: Mapping[str, str | None]) -> None:
+    """Set variables, or remove those that are None."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    return before

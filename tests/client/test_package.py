@@ -32,10 +32,9 @@ def test_each_name_is_imported_at_its_first_use() -> None:
     assert (blocking | later) & libraries == set()
 
 
-@pytest.mark.parametrize("name", ["AsyncClient", "Client", "MpsdError", "errors"])
+@pytest.mark.parametrize("name", mpsd.__all__)
 def test_names(name: str) -> None:
     """A public name is there before its first use, in `dir` too."""
-    assert name in mpsd.__all__
     assert imported(f"import mpsd; assert '{name}' in dir(mpsd); mpsd.{name}; assert '{name}' in vars(mpsd)")
 
 
@@ -56,6 +55,9 @@ def ask(api: mpsd.Client) -> int:
         raise
     reveal_type(lease["env"])
     reveal_type(api.verify(lease["id"])["violations"])
+    with mpsd.lease(fraction="25%", wait="10m") as held, mpsd.spawn(["true"], threads=25) as program:
+        reveal_type(held.id)
+        reveal_type(program.pid)
     return mpsd.MpsdError.exit_code
 
 async def later() -> None:
@@ -81,6 +83,8 @@ def test_types(tmp_path: Path) -> None:
         'note: Revealed type is "str | None"',
         'note: Revealed type is "dict[str, str]"',
         'note: Revealed type is "list[str]"',
+        'note: Revealed type is "str"',
+        'note: Revealed type is "int"',
         'note: Revealed type is "list[str]"',
         'note: Revealed type is "int"',
         'note: Revealed type is "str"',

@@ -369,7 +369,7 @@ class Keeper:
     def _offer(self, group: _Group) -> bool:
         """Give each rank of a group its GPU, the environment of the lease there, and the probe to run.
 
-        The command around the launcher gets none of them where there are several GPUs; returns whether they got them.
+        The command around the launcher gets none where there are several GPUs. Returns whether there are probes.
         """
         service, requests = self._service, {each.rank: each.request or {} for each in group.members}
         if group.outer and len(service.gpus) > 1:
@@ -383,11 +383,11 @@ class Keeper:
         for gpu in service.gpus:
             there = [each.pid for each in group.members if chosen[each.rank] == gpu]
             service.lease(gpu, there, None if group.outer else len(there))
+        probe = service.probe(group.within)
         for member in group.members:
             member.gpu = chosen[member.rank]
-            environment, probe = service.variables(member.gpu), service.probe(group.within)
-            member.channel.tell(environment=environment, unset=[*UNASKED], probe=probe)
-        return True
+            member.channel.tell(environment=service.variables(member.gpu), unset=[*UNASKED], probe=probe)
+        return probe is not None
 
     # -- verifying -----------------------------------------------------------------------------------------------------
 

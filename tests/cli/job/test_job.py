@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from mpsd.simulator.client import program
+from tests import real
 from tests.cli.job.conftest import LATE, LAUNCHERS, Job
 from tests.harness import look_at, wait_until
 from tests.node import Node
@@ -43,6 +44,20 @@ def test_around_each_rank(job: Job, launcher: str) -> None:
         assert each.end() == 0
     assert job.is_gone()
     assert "ranks 0 to 1 on GPU 0, ranks 2 to 3 on GPU 1" in job.said
+
+
+@pytest.mark.thorough
+@pytest.mark.real_daemon(555)
+def test_real_control_daemon(job: Job) -> None:
+    """NVIDIA's own control daemon runs as the job's user, answers to its command, and ends with the job."""
+    control = real.real_daemons()[555]
+    script = 'echo get_default_active_thread_percentage | "$0"; exit 4'
+    command = ("sh", "-c", script, f"{control}")
+    rank = job.start("--simulate", "1", "--control", f"{control}", command=command)
+    assert rank.process.stdout is not None
+    assert rank.process.stdout.read() == b"100.0\n"
+    assert rank.process.wait(LATE) == 4
+    assert job.is_gone()
 
 
 @pytest.mark.thorough

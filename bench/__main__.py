@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from bench import admission, job, log, metrics, supervision, systemd
+from bench import admission, job, log, metrics, slurm, supervision, systemd
 from bench.side_by_side import Figure, Result
 
 _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
@@ -24,6 +24,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "i": systemd.service,
     "j": metrics.scrape,
     "k": job.start,
+    "l": slurm.hooks,
 }
 
 

@@ -44,6 +44,8 @@ EXAMPLES: Final = {
     "mpsctl service wrap": "mpsctl service wrap inference --fraction 0.25 --wait 10m",
     "mpsctl shell": "mpsctl shell --fraction 0.25",
     "mpsctl show": "mpsctl show train",
+    "mpsctl slurm check": "mpsctl slurm check",
+    "mpsctl slurm install": "mpsctl slurm install --apply",
     "mpsctl status": "mpsctl status -w",
     "mpsctl top": "mpsctl top",
     "mpsctl usage": "mpsctl usage --since 7d --by user",

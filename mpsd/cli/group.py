@@ -52,7 +52,13 @@ SECTIONS: Final = {
         "pardon": "operate",
         "service": "service",
     },
-    "Integrate": {"container": "container", "cdi": "container", "cluster": "cluster", "metrics": "metrics"},
+    "Integrate": {
+        "container": "container",
+        "cdi": "container",
+        "cluster": "cluster",
+        "slurm": "slurm",
+        "metrics": "metrics",
+    },
 }
 """The commands by what they are for, each with its module of mpsd.cli.commands, where its name has `_` for `-`."""
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from mpsd.client.client import Client
-from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+from mpsd.core.errors import MpsdError, NotFoundError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -26,6 +26,9 @@ socket activation, none listens while mpsd is restarted."""
 
 _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
+
+_LOOK_AGAIN: Final = 0.02
+"""Seconds before the second look whether a lease has ended; each further pause is twice as long."""
 
 _ASK_AT_LAST: Final = 1.0
 """Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
@@ -135,12 +138,12 @@ def give_up(client: Client, request_id: str, *, deadline: float = _LOOK) -> bool
     return False
 
 
-def through_a_restart(call: Callable[[], _T]) -> _T:
-    """Return the answer to a request that may be repeated; an mpsd that is away is waited for, for BRIDGED seconds.
+def through_a_restart(call: Callable[[], _T], *, within: float = BRIDGED) -> _T:
+    """Return the answer to a request that may be repeated; an mpsd that is away is waited for, for so many seconds.
 
     Raises the errors of the request.
     """
-    end, pause = time.monotonic() + BRIDGED, _ASK_AGAIN
+    end, pause = time.monotonic() + within, _ASK_AGAIN
     while True:
         try:
             return call()
@@ -148,5 +151,24 @@ def through_a_restart(call: Callable[[], _T]) -> _T:
             left = end - time.monotonic()
             if left <= 0 or not error.retryable:
                 raise
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, _ASK_AT_LAST)
+
+
+def ended(client: Client, lease: str, *, within: float) -> bool:
+    """Wait until a lease has ended, for so many seconds at most, and tell whether it has.
+
+    Raises the errors of `Client.lease`; a lease that mpsd has forgotten has ended.
+    """
+    end, pause = time.monotonic() + within, _LOOK_AGAIN
+    while True:
+        try:
+            if client.lease(lease)["state"] == "ended":
+                return True
+        except NotFoundError:
+            return True
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
         time.sleep(min(pause, left))
         pause = min(pause * 2, _ASK_AT_LAST)

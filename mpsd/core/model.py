@@ -137,6 +137,8 @@ class Claim(Struct, frozen=True):
     """The uid whose processes alone can take it; None: any uid."""
     deadline: float | None = None
     """The end of that time, in seconds of the clock that does not jump; None before the grant."""
+    groups: tuple[str, ...] = ()
+    """Names of control groups: where a process takes it, the innermost group of such a name around it is the holder."""
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -514,6 +516,8 @@ class LeaseRequest(Struct, frozen=True):
     processes: int | None = 1
     """Maximum number of its client processes on each of its GPUs; they share threads and memory there. None: any
     number; each may use all."""
+    processes_max: int | None = None
+    """Maximum number of them where `processes` is None; None: as many as the GPU has places for."""
     priority: int = 0
     """A higher number is served first."""
     name: str = ""

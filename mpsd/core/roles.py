@@ -17,6 +17,9 @@ RESERVED: Final = "kubernetes/"
 """The beginning of the labels and request ids by which mpsd-kubernetes finds the leases of pods: administrators alone
 may use it."""
 
+SLURM: Final = "slurm/"
+"""Likewise, of those by which mpsd-slurm finds the leases of jobs."""
+
 _LONGEST_NUMBER: Final = 10
 """Maximum digits of a uid or gid, which has 32 bits."""
 
@@ -106,13 +109,13 @@ def require(role: Role | None, needed: Role, *, contained: bool = False) -> None
 def check_reserved(labels: Iterable[str], request_id: str | None) -> None:
     """Refuse the labels and the request id that only an administrator may use. Raises NotPermittedError."""
     for limit, name in (*(("labels", each) for each in labels), ("request_id", request_id or "")):
-        if name.startswith(RESERVED):
-            raise NotPermittedError(
-                f"{limit}: {name!r} begins with {RESERVED!r}, which is for administrators: mpsd-kubernetes finds the"
-                " leases of pods by it",
-                hint="choose a name with another beginning",
-                limit=limit,
-            )
+        for beginning, of in ((RESERVED, "kubernetes finds the leases of pods"), (SLURM, "slurm finds those of jobs")):
+            if name.startswith(beginning):
+                raise NotPermittedError(
+                    f"{limit}: {name!r} begins with {beginning!r}, which is for administrators: mpsd-{of} by it",
+                    hint="choose a name with another beginning",
+                    limit=limit,
+                )
 
 
 def names_in(settings: Settings) -> tuple[str, ...]:

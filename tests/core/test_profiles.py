@@ -71,7 +71,8 @@ def test_every_setting_has_a_reason(profile: Profile) -> None:
     assert all(lines[at - 1].startswith("# ") for at in settings)
     stated = {lines[at].split(" = ")[0] for at in settings}
     wanted = {"open", "users", "compute_mode", "unadmitted", "on_violation", "admins"}
-    wanted |= {"memory_reserve"} if profile is Profile.WORKSTATION else {"threads", "memory", "ttl", "gpu_count"}
+    quota = {"threads", "memory", "ttl", "gpu_count"}
+    wanted |= {Profile.WORKSTATION: {"memory_reserve"}, Profile.SLURM: {"users"}}.get(profile, quota)
     assert wanted <= stated
 
 
@@ -83,10 +84,11 @@ def test_what_the_profiles_are_for() -> None:
         Profile.SHARED_SERVER: Users.AUTO,
         Profile.ONE_USER: Users.ONE,
         Profile.WORKSTATION: Users.AUTO,
+        Profile.SLURM: Users.AUTO,
     }
     closed = {p for p, settings in found.items() if settings.daemon.compute_mode is WantedComputeMode.EXCLUSIVE_PROCESS}
-    assert closed == {Profile.SHARED_SERVER, Profile.ONE_USER}
-    assert {p for p, settings in found.items() if settings.quota} == closed
+    assert closed == {Profile.SHARED_SERVER, Profile.ONE_USER, Profile.SLURM}
+    assert {p for p, settings in found.items() if settings.quota} == closed - {Profile.SLURM}
     assert all(settings.roles.admins == ("%wheel",) and settings.api.open for settings in found.values())
 
 

@@ -19,6 +19,7 @@ MAY_IMPORT: Final = {
     "cli": "core client cli",
     "simulator": "core simulator",
     "kubernetes": "core system client kubernetes",
+    "slurm": "core system client slurm",
     "demo": "core system cli simulator",
     "__main__": "core system daemon cli simulator demo",  # the composition root
 }
@@ -37,6 +38,7 @@ ROOMS: Final = {
     "core/containers": "core",
     "core/kubernetes": "core core/configuration core/containers core/mps",
     "core/dra": "core core/containers core/kubernetes",
+    "core/slurm": "core",
     "system": "",
     "system/files": "system",
     "system/processes": "system",
@@ -77,6 +79,7 @@ ROOMS: Final = {
     "kubernetes": "kubernetes/protocol",
     "kubernetes/dra": "kubernetes kubernetes/protocol",
     "kubernetes/webhook": "kubernetes",
+    "slurm": "",
 }
 """The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 
@@ -97,6 +100,7 @@ MAY_IMPORT_MORE: Final = {
     # it runs a container runtime, is its hook, and writes its files
     "mpsd/cli/commands/container.py": "system",
     "mpsd/cli/commands/metrics.py": "system",  # it writes a file that node_exporter reads, at once
+    "mpsd/cli/commands/slurm.py": "system",  # it reads and writes Slurm's configuration
     "mpsd/cli/commands/service.py": "system",  # it writes units and drop-ins, and is called by them
     "mpsd/cli/web/server.py": "system",  # it asks the kernel for the user of each connection
 }
@@ -111,6 +115,7 @@ LIBRARIES: Final = {
     "cli": "click rich textual",
     "simulator": "",
     "kubernetes": "click google grpc msgspec structlog",
+    "slurm": "",
     "demo": "click",
     "__main__": "click",
 }

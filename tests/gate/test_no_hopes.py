@@ -22,6 +22,7 @@ BOUNDARIES: Final = {
     "mpsd/daemon/api/dispatcher.py": "a defect answers one request with `internal`, and must not end mpsd",
     "mpsd/daemon/leases/completeness.py": "a lease that cannot be restored must not keep mpsd from starting",
     "mpsd/kubernetes/service.py": "nothing is handled: what a thread raised is raised in the main thread",
+    "mpsd/slurm/__main__.py": "a hook of slurmd that fails drains the node, and what it writes is seen by nobody",
     "mpsd/system/gpus/nvml_thread.py": "nothing is handled: what a call to NVML raised is raised where it is awaited",
 }
 """Files of mpsd that may catch every error, each with the reason why no outer code could."""

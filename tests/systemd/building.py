@@ -31,7 +31,7 @@ def root_file_system(suite: Suite) -> Path:
 
     Raises FetchError when something for it cannot be fetched. Concurrent calls do not disturb each other.
     """
-    with _locked(suite.name) as cache:
+    with locked(suite.name) as cache:
         place = cache / f"{suite.name}-{_recipe()}"
         if not place.exists():
             folder = Path(tempfile.mkdtemp(prefix=f".{suite.name}-", dir=cache))
@@ -49,7 +49,7 @@ def _recipe() -> str:
 
 
 @contextlib.contextmanager
-def _locked(name: str) -> Iterator[Path]:
+def locked(name: str) -> Iterator[Path]:
     """Hold the lock for this one, and yield the cache."""
     cache = systemd.cache_directory()
     cache.mkdir(parents=True, exist_ok=True)

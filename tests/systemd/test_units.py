@@ -34,6 +34,15 @@ def test_exposure(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_slurm_service() -> None:
+    """The unit beside slurmd can be loaded, and its exposure is at most 3.8, too."""
+    analyze = needed("systemd-analyze", "systemd")
+    path = str(UNITS / "mpsd-slurm.service")
+    command = [analyze, "security", "--no-pager", "--offline=true", "--threshold=38", path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_same_sandbox() -> None:
     """A control daemon and its servers have the same sandbox under either unit's mpsd."""
     one, other = ([line for line in settings(name) if line.split("=")[0] not in OWN] for name in SERVICES)

@@ -101,6 +101,7 @@ def configure(*, profile: str, group: str | None, dry: bool) -> None:
         shared-server  users share each GPU, at the same time from driver 555 on
         one-user       each GPU serves one user at a time, with any driver
         workstation    one person's machine; other programs use the GPU too
+        slurm          Slurm gives out the shares of each GPU
 
     It fits the driver, the GPUs and the group of administrators as they are. The file is /etc/mpsd/mpsd.toml, with the
     reason for each setting. Beside one that is there it is mpsd.toml.new, and the output has the command that puts it

@@ -327,8 +327,9 @@ class Ledger:
         left = max((lease.request.processes or 1) - len(lease.clients_on(gpu)), 0)
         if lease.request.processes is not None:
             return left
-        offer = self._offers.by_gpu.get(gpu)
-        return left + (1 if offer is None else self._room.places(offer))
+        offer, most = self._offers.by_gpu.get(gpu), lease.request.processes_max
+        left += 1 if offer is None else self._room.places(offer)
+        return left if most is None else min(left, max(most - len(lease.clients_on(gpu)), 0))
 
     def has_room(self, lease: Lease, gpu: str) -> bool:
         """Tell whether a granted lease may have one more client process on a GPU."""
@@ -484,6 +485,7 @@ _NAMES = (
     "gpu",
     "gpus",
     "processes",
+    "processes_max",
     "priority",
     "client_priority",
     "connections",

@@ -37,12 +37,15 @@ class Profile(StrEnum):
     """A GPU belongs to one user at a time, so that no fault of another reaches it."""
     WORKSTATION = "workstation"
     """The desktop of one person, whose other programs use the GPU too."""
+    SLURM = "slurm"
+    """Slurm gives out the shares, and mpsd makes them limits."""
 
 
 _PURPOSE: Final = {
     Profile.SHARED_SERVER: "users who trust each other share each GPU at the same time",
     Profile.ONE_USER: "each GPU serves one user at a time, whom no fault of another user's program reaches",
     Profile.WORKSTATION: "one person's machine, on which other programs use the GPU too",
+    Profile.SLURM: "Slurm gives out the shares of each GPU, which mpsd makes limits",
 }
 
 
@@ -78,7 +81,7 @@ class Machine:
 def remarks(profile: Profile, machine: Machine) -> tuple[str, ...]:
     """Return what keeps this machine from what the profile is for, as sentences."""
     found = []
-    if profile is Profile.SHARED_SERVER and machine.serves_many is False:
+    if profile in {Profile.SHARED_SERVER, Profile.SLURM} and machine.serves_many is False:
         because = "a GPU older than Volta" if machine.many_users else f"driver {machine.driver}".rstrip()
         count = len(machine.shared) or 1
         found.append(
@@ -95,7 +98,8 @@ def remarks(profile: Profile, machine: Machine) -> tuple[str, ...]:
         )
     if not machine.shared:
         which = "No GPU was found" if not machine.gpus else "No GPU of this machine can be shared"
-        found.append(f"{which}: the quotas are those of one GPU, without memory.")
+        quotas = ": the quotas are those of one GPU, without memory" if settings_of(profile, machine).quota else ""
+        found.append(f"{which}{quotas}.")
     return tuple(found)
 
 
@@ -105,19 +109,18 @@ def settings_of(profile: Profile, machine: Machine, group: str = "") -> Settings
     users = Users.ONE if profile is Profile.ONE_USER else Users.AUTO
     mode = WantedComputeMode.LEAVE if profile is Profile.WORKSTATION else WantedComputeMode.EXCLUSIVE_PROCESS
     expiry, quotas, smallest = OnExpiry.LEAVE, {}, base.admission.smallest_share
-    if profile is not Profile.WORKSTATION:
+    if profile in {Profile.SHARED_SERVER, Profile.ONE_USER}:
         one_at_a_time = profile is Profile.ONE_USER or machine.serves_many is False
         expiry = OnExpiry.TERMINATE if one_at_a_time else OnExpiry.LEAVE
         quotas = {"*": _quota(machine.shared, one_at_a_time=one_at_a_time)}
         smallest = ActiveThreadPercentage.parse(10) if one_at_a_time else smallest
+    violation = OnViolation.TERMINATE if profile is Profile.SLURM else OnViolation.REPORT
     reserve = GIB if profile is Profile.WORKSTATION else base.admission.memory_reserve
     return replace(
         base,
         daemon=replace(base.daemon, users=users, compute_mode=mode),
         api=replace(base.api, open=True),
-        enforcement=replace(
-            base.enforcement, unadmitted=Unadmitted.DENY, on_violation=OnViolation.REPORT, on_expiry=expiry
-        ),
+        enforcement=replace(base.enforcement, unadmitted=Unadmitted.DENY, on_violation=violation, on_expiry=expiry),
         admission=replace(base.admission, memory_reserve=reserve, smallest_share=smallest),
         roles=replace(
             base.roles,
@@ -237,6 +240,19 @@ def _reasons(profile: Profile, settings: Settings) -> Mapping[str, str]:
         reasons["admission.memory_reserve"] = "Left to the desktop on each GPU."
     if settings.admission.smallest_share != Settings().admission.smallest_share:
         reasons["admission.smallest_share"] = "A lease keeps all other users from its GPU, so none is next to nothing."
-    if not settings.quota:  # nobody but one person has leases here
+    if profile is Profile.SLURM:
+        reasons["enforcement.on_violation"] = (
+            "A program that takes more than Slurm gave its job is ended, where the evidence is certain."
+        )
+        reasons["daemon.compute_mode"] = (
+            "A program that misses MPS gets an error, and not the whole GPU. A job with whole GPUs (gpu:1) then has one"
+            ' process on each; for more of them: mpsctl job, or "leave".'
+        )
+        reasons["api.open"] = "Users see owner, name, share and times of each lease; with false, only the sums."
+        reasons["roles.users"] = (
+            "Who may take out leases: the users of jobs. mpsd counts leases that Slurm did not give out, too, and Slurm"
+            " does not: let users log in to this node only with a job (pam_slurm_adopt)."
+        )
+    if not settings.quota:  # without quotas, no lease expires
         del reasons["enforcement.on_expiry"]
     return reasons

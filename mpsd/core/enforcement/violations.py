@@ -319,7 +319,12 @@ def _of_processes(client: Client, lease: Lease, near: Lease | None) -> Violation
     whose environment may have the token of another lease.
     """
     pid, most = client.identity.pid, lease.request.processes
-    if most is None:
+    bound = lease.request.processes_max
+    if most is None and bound is not None and len(lease.clients_on(client.gpu)) >= bound:
+        most = bound
+        may = f"which may have at most {most} for its part of the GPU"
+        hint = "end it, or ask for a larger part: client places are in proportion to it"
+    elif most is None:
         may, hint = "and no client place of the GPU is free", "end it, or wait until another lease on the GPU has ended"
     else:
         each = " on each GPU" if len(lease.shares) > 1 else ""

@@ -37,6 +37,7 @@ class RequestedOwner(Struct, forbid_unknown_fields=True):
 
 
 GroupPath = Annotated[str, Meta(min_length=2, max_length=4096, pattern=r"^/[^\x00-\x1f\x7f-\x9f]*\Z")]
+GroupName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:_.\\@-]+\Z")]
 UnitName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:_.\\@-]+\Z")]
 While = Annotated[str, Meta(pattern=r"^(populated|exists)\Z"), words(GroupLife)]
 PidNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -54,6 +55,13 @@ class RequestedClaim(Struct, forbid_unknown_fields=True):
         Annotated[float, Meta(gt=0, le=1e6)] | None,
         about("Seconds from the grant after which it ends unless it was taken; null: admission.claim_deadline."),
     ] = None
+    groups: Annotated[
+        Annotated[list[GroupName], Meta(max_length=4)],
+        about(
+            "Names of control groups. Where a process takes the claim, the innermost group of such a name around it"
+            " becomes the holder, and otherwise the process."
+        ),
+    ] = field(default_factory=list)
 
 
 class RequestedHolder(Struct, forbid_unknown_fields=True):
@@ -97,6 +105,10 @@ class LeaseRequest(RequestBody, kw_only=True):
             " the sum."
         ),
     ] = 1
+    processes_max: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        about("Maximum client processes on each GPU where `processes` is `any`; null: all places that are free."),
+    ] = None
     priority: Annotated[
         int, Meta(ge=-100, le=100), about("A higher priority goes first; above 0 only with a quota that allows it.")
     ] = 0
@@ -116,7 +128,7 @@ class LeaseRequest(RequestBody, kw_only=True):
         Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None,
         about(
             "Makes a retry return the same lease; a different request with the same id is refused. Ids and labels that"
-            " begin with `kubernetes/` are for administrators."
+            " begin with `kubernetes/` or `slurm/` are for administrators."
         ),
     ] = None
     client_priority: Annotated[

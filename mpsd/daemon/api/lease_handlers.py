@@ -369,6 +369,7 @@ def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
         gpu=body.gpu,
         gpus=body.gpus,
         processes=None if isinstance(body.processes, str) else body.processes,
+        processes_max=body.processes_max,
         priority=body.priority,
         name=body.name,
         labels=body.labels,

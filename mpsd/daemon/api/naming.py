@@ -77,6 +77,11 @@ def of_holder(request: RequestOf[HolderRequest], lease: Lease, *, is_claim: bool
     if body.cgroup is None and body.unit is None:
         with _process(request, body.pid) as named:
             living = named.living
+            claimed = _claiming_group(lease, living) if is_claim else None
+            if claimed is not None:
+                with closing(claimed):
+                    yield *_owner(request, body.owner, named.uid, named.gid, None), NamedHolder.group(claimed, life)
+                return
             owners = _owner(request, body.owner, named.uid, named.gid, None if body.group else living)
             if not body.group:
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
@@ -130,7 +135,7 @@ def claim_seconds(request: RequestOf[HolderRequest], settings: Settings) -> floa
     if not request.principal.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
     named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.gid)
-    if any(each is not None for each in named) or body.group or not body.replace:
+    if any(each is not None for each in named) or body.group or body.claim.groups or not body.replace:
         raise InvalidRequestError(
             "a claim takes the place of all holders, and is for the owner of the lease or for one uid",
             hint="pass claim, with its deadline and perhaps a uid, and replace",
@@ -168,7 +173,7 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
         owner = RequestedOwner(wanted.uid, wanted.uid if wanted.gid is None else wanted.gid)
     seconds = settings.admission.claim_deadline if wanted.deadline is None else wanted.deadline
     credentials = request.peer.credentials
-    claim = Claim(seconds, None if owner is None else owner.uid)
+    claim = Claim(seconds, None if owner is None else owner.uid, groups=tuple(wanted.groups))
     return *_owner(request, owner, credentials.uid, credentials.gid, None), claim
 
 
@@ -180,6 +185,21 @@ def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     if unit is not None:
         return control_groups.of_unit(unit, 0 if request.principal.admin else request.uid)
     return control_groups.named(path or "")
+
+
+def _claiming_group(lease: Lease, living: Process) -> OpenGroup | None:
+    """Open the control group by which a process takes a claim, or by which the claim was taken; None for none.
+
+    The administrator who made the claim has named such groups. Raises OSError when no descriptor is free.
+    """
+    if lease.claim is not None:
+        group = control_groups.around(living.pid, lease.claim.groups)
+    else:
+        group = control_groups.around(living.pid, groups=[each.group for each in holders.groups(lease)])
+    if group is not None and living.is_gone():
+        group.close()
+        raise _no_process(living.pid)
+    return group
 
 
 def _may_name(request: Request, group: OpenGroup) -> bool:

@@ -7,7 +7,7 @@ that was removed remains the same group, and a new one of the same name is anoth
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
@@ -370,6 +370,27 @@ def of_process(pid: int) -> OpenGroup:
         hint="name the process without its group, or put it into a control group first",
         limit="cgroup",
     )
+
+
+def around(pid: int, names: Collection[str] = (), groups: Collection[ControlGroup] = ()) -> OpenGroup | None:
+    """Open the innermost group around a process that has one of these names, or is one of these groups; None for none.
+
+    The caller holds the process's pidfd, and must check afterwards that it still lives. Raises OSError when no
+    descriptor is free.
+    """
+    seen = hierarchies() if names or groups else []
+    membership = Membership(pid, seen)
+    for hierarchy in seen:
+        for path in membership.groups(hierarchy.name):
+            if path.rpartition("/")[2] not in names and not any(path == each.path for each in groups):
+                continue
+            with suppress(UnseenHierarchyError):
+                found = open_at(hierarchy, path)
+                if found is not None and (path.rpartition("/")[2] in names or found.group in groups):
+                    return found
+                if found is not None:
+                    found.close()
+    return None
 
 
 _BY_PATH: Final = "name its control group (--cgroup PATH): systemctl show -p ControlGroup UNIT"

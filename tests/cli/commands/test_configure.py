@@ -56,9 +56,9 @@ def test_every_file_passes(profile: Profile, real: RealDaemon, environment: dict
     path.write_text(made.stdout)
     settings = parse(made.stdout)
     assert settings.roles.users == (f"%{_GROUP}",)
-    if profile is not Profile.WORKSTATION:
+    if profile in {Profile.SHARED_SERVER, Profile.ONE_USER}:
         assert settings.quota["*"].memory == 80 * GIB
-    limited = profile is Profile.SHARED_SERVER and real.branch < 555
+    limited = profile in {Profile.SHARED_SERVER, Profile.SLURM} and real.branch < 555
     assert ("One user at a time" in made.stderr) is limited
     assert ("# One user at a time: with" in made.stdout) is limited
 

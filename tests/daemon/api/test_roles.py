@@ -282,10 +282,15 @@ class TestAnothersLease:
 
     @pytest.mark.parametrize(
         ("limit", "asked"),
-        [("labels", {"labels": {"kubernetes/slice": "1"}}), ("request_id", {"request_id": "kubernetes/0af54f2c/0"})],
+        [
+            ("labels", {"labels": {"kubernetes/slice": "1"}}),
+            ("request_id", {"request_id": "kubernetes/0af54f2c/0"}),
+            ("labels", {"labels": {"slurm/job": "1"}}),
+            ("request_id", {"request_id": "slurm/7.u3001/0"}),
+        ],
     )
-    def test_reserved_for_pods(self, line: Line, limit: str, asked: dict[str, Any]) -> None:
-        """An administrator alone can use the labels and request ids by which the leases of pods are found."""
+    def test_reserved_for_pods_and_jobs(self, line: Line, limit: str, asked: dict[str, Any]) -> None:
+        """An administrator alone can use the labels and request ids by which the leases of pods and jobs are found."""
         answer = line.ask(uid=USER, threads=1, memory="1GiB", **asked)
         assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", limit)
         assert "for administrators" in answer.json["detail"]

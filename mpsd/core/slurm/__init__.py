@@ -1,0 +1,1 @@
+"""Slurm's configuration and its requests for shares of GPUs, as values. Pure."""

@@ -1,0 +1,118 @@
+"""Slurm on this machine: its configuration files, and the programs that tell its version."""
+
+import shutil
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.core.slurm import configuration, gres
+from mpsd.core.slurm.check import HEALTH, HOOKS
+from mpsd.core.slurm.configuration import Configuration
+from mpsd.system.files import atomic_file, path_safety
+from mpsd.system.host import slurm_files
+from mpsd.system.processes import foreground, process
+
+PLACES: Final = (Path("/etc/slurm"), Path("/etc/slurm-llnl"), Path("/run/slurm/conf"))
+"""Where slurm.conf is: the last one is that of a node which got it from slurmctld ("configless")."""
+
+_LARGEST: Final = 2**20
+"""Bytes of a script that are read."""
+
+_PROGRAMS: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
+
+_SCRIPTS: Final = ("Prolog", "TaskProlog", "PrologSlurmctld", "Epilog", "TaskEpilog", "SrunProlog")
+
+
+def folder(given: Path | None = None) -> Path:
+    """Return the directory of slurm.conf: of `given`, its own. Raises ConfigurationError where there is none."""
+    places = PLACES if given is None else (given.parent if given.name == "slurm.conf" else given,)
+    for each in places:
+        if (each / "slurm.conf").exists():
+            return each
+    raise ConfigurationError(
+        f"there is no slurm.conf in {' or '.join(str(each) for each in places)}",
+        hint="name it: --config PATH",
+    )
+
+
+def read(place: Path) -> Configuration:
+    """Return the configuration in a directory. Raises ConfigurationError for a file that cannot be read."""
+    return configuration.parse(*(slurm_files.text(str(place / each)) for each in _FILES))
+
+
+_FILES: Final = ("slurm.conf", "gres.conf", "cgroup.conf")
+
+
+def scripts(found: Configuration, hooks: Path) -> dict[str, str]:
+    """Return the texts of the scripts that a configuration names, by their paths; programs of ours are empty."""
+    paths = {found.value(name) for name in _SCRIPTS} | {found.cgroup.get("alloweddevicesfile", "")}
+    return {each: _text(Path(each), hooks) for each in paths if each.startswith("/")}
+
+
+def _text(path: Path, hooks: Path) -> str:
+    try:
+        if path.parent == hooks or not stat.S_ISREG(path.stat().st_mode):
+            return ""
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_LARGEST)
+    except OSError:
+        return ""
+
+
+def is_scripted(place: Path) -> bool:
+    """Tell whether job_submit.lua in this directory calls mpsd's script."""
+    text = _text(place / "job_submit.lua", Path("/"))
+    return "mpsd.submit" in text and "mpsd.modify" in text
+
+
+def program(name: str) -> str | None:
+    """Return the path of a program of Slurm's; None where it is not here."""
+    return shutil.which(name, path=_PROGRAMS)
+
+
+def version() -> str:
+    """Return Slurm's version, such as 22.05.8; empty where no program of Slurm's is here."""
+    for name in ("slurmd", "slurmctld", "scontrol"):
+        found = program(name)
+        if found is not None:
+            _, said = foreground.output([found, "-V"], process.environment({}), quiet=True)
+            return said.split(" ")[-1]
+    return ""
+
+
+def minors() -> dict[str, int]:
+    """Return the numbers of the GPUs' device files, by UUID; empty where the driver does not tell."""
+    texts = (each.read_text(errors="replace") for each in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return {uuid: minor for minor, uuid in gres.uuids_by_minor(texts).items()}
+
+
+def script() -> str:
+    """Return mpsd.lua of this version."""
+    return (Path(__file__).parents[2] / "slurm" / "mpsd.lua").read_text(encoding="utf-8")
+
+
+def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> Iterator[str]:
+    """Write the files, of `kept` only those that are not there, and link the hooks; yield what was done.
+
+    Raises OSError, and ConfigurationError where other users could replace the program that the hooks are.
+    """
+    for path, text in {**texts, **{path: text for path, text in kept.items() if not path.exists()}}.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if atomic_file.read(path) != text.encode():
+            atomic_file.write(path, text.encode(), mode=0o644)
+            yield f"write {path}"
+    own = Path(sysconfig.get_path("scripts"), "mpsd-slurm")
+    own = own if own.exists() else Path(sys.argv[0]).resolve().with_name("mpsd-slurm")
+    for each in (own, own.resolve()):  # slurmd runs it as root
+        path_safety.check_path(each)
+    hooks.mkdir(parents=True, exist_ok=True)
+    for name in (*HOOKS.values(), HEALTH):
+        link = hooks / name
+        if not link.is_symlink() or link.readlink() != own:
+            link.unlink(missing_ok=True)
+            link.symlink_to(own)
+            yield f"link {link} to {own}"

@@ -1,0 +1,1 @@
+"""A Slurm cluster of one node, with real daemons, and mpsd beside them."""

@@ -1,0 +1,339 @@
+"""A real Slurm cluster of one node: slurmctld, slurmd and munged in namespaces of their own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tests.control_groups import mounted
+from tests.harness import look_at, wait_until
+
+_ROOT: Final = Path(__file__).parents[2]
+_KEEPER: Final = Path(__file__).with_name("keeper.py")
+
+PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+
+USERS: Final = {"ann": 3001, "bert": 3002, "cleo": 3003}
+
+_HIERARCHIES: Final = ("freezer", "devices")
+"""Those of version 1 that Slurm uses here: to follow the processes of a job, and to bar devices."""
+
+_CONFIGURATION: Final = """\
+ClusterName=toy
+SlurmctldHost=slurmnode
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2
+StateSaveLocation={place}/spool/ctld
+SlurmdSpoolDir={place}/spool/slurmd
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd.pid
+SlurmctldLogFile={place}/log/slurmctld.log
+SlurmdLogFile={place}/log/slurmd.log
+SlurmctldDebug=info
+SlurmdDebug=info
+MailProg=/bin/true
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,bf_interval=2,sched_interval=2,sched_min_interval=0
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+KillWait=2
+PrologEpilogTimeout=40
+MessageTimeout=30
+GresTypes=gpu,{types}
+NodeName=slurmnode CPUs=256 Boards=1 SocketsPerBoard=1 CoresPerSocket=256 ThreadsPerCore=1 RealMemory=8000 {gres}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+_SETUP: Final = """\
+set -e
+ip link set lo up; ip link add br0 type bridge; ip addr add 10.88.5.1/24 dev br0; ip link set br0 up; hostname slurmnode
+place={place} root={root} prefix={prefix} closed={closed} project={project}
+if [ -n "$root" ]; then
+    mount --bind "$root" "$root"
+    for each in proc sys dev tmp; do mount --rbind /$each "$root/$each"; done
+    [ -z "$closed" ] || mount -t tmpfs -o mode=755 tmpfs "$root$closed"
+    for each in "$prefix" "$project"; do mkdir -p "$root$each"; mount --bind "$each" "$root$each"; done
+elif [ -n "$closed" ]; then
+    mkdir -p "$place/prefix"; mount --bind "$prefix" "$place/prefix"
+    mount -t tmpfs -o mode=755 tmpfs "$closed"
+    mkdir -p "$prefix"; mount --move "$place/prefix" "$prefix" 2>/dev/null || mount --rbind "$place/prefix" "$prefix"
+fi
+mkdir -p "$root/run/munge" "$root/etc/slurm"
+for each in passwd group hosts; do
+    [ -e "$root/etc/$each" ] || touch "$root/etc/$each"
+    mount --bind "$place/etc/$each" "$root/etc/$each"
+done
+mount --bind "$place/etc/slurm" "$root/etc/slurm"; mount --bind "$place/munge" "$root/run/munge"
+for each in {hierarchies}; do
+    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$place/cgroup/$each"
+done
+"""
+
+
+@dataclass
+class Cluster:
+    """A cluster; its daemons run from `start` to `close`."""
+
+    place: Path
+    root: Path | None = None
+    """A root file system with another version of Slurm; the machine's own without one."""
+    gpus: int = 2
+    share: str = "mps"
+    """The types of GRES by which GPUs are shared."""
+    flags: str = ""
+    """Flags of the GRES in gres.conf."""
+    more_gres: Mapping[str, int] = field(default_factory=dict)
+    """Further GRES, each with its number, which stands for no device."""
+    control_groups: bool = True
+    """Whether Slurm follows jobs by control groups of version 1; otherwise by what /proc tells of processes."""
+    constrain: bool = True
+    """Whether it bars the devices of others, by control groups."""
+    configuration: str = ""
+    """Further lines of slurm.conf."""
+    reversed_devices: bool = False
+    """Whether gres.conf names the devices from the last one on."""
+    shards: int = 4
+    """Shards of each GPU."""
+    pids: dict[str, int] = field(default_factory=dict)
+    _keeper: "subprocess.Popen[str] | None" = None
+
+    @property
+    def _groups(self) -> list[tuple[str, Path]]:
+        found = [(each, mounted(each)) for each in _HIERARCHIES if self.control_groups]
+        return [
+            (each, top / f"mpsd-tests-{os.getpid()}-{self.place.parent.name}-{self.place.name}")
+            for each, top in found
+            if top is not None
+        ]
+
+    def write(self) -> None:
+        """Write the configuration, and what belongs to it."""
+        for name in ("etc/slurm", "munge", "spool/ctld", "spool/slurmd", "log", "dev", "out", "hooks"):
+            (self.place / name).mkdir(parents=True)
+        self.place.chmod(0o755)
+        for name in ("out", "log"):
+            (self.place / name).chmod(0o1777)
+        devices = [self.place / "dev" / f"nvidia{number}" for number in range(self.gpus)]
+        for number, each in enumerate(devices):
+            os.mknod(each, 0o666 | 0o020000, os.makedev(195, number))
+            each.chmod(0o666)
+        etc, tree = self.place / "etc", self.root or Path("/")
+        accounts = [f"{name}:x:{uid}:{uid}::/tmp:/bin/bash" for name, uid in USERS.items()]
+        groups = [f"{name}:x:{uid}:" for name, uid in USERS.items()]
+        passwd, group = (tree / "etc" / each for each in ("passwd", "group"))
+        (etc / "passwd").write_text("\n".join([passwd.read_text().rstrip(), *accounts, ""]))
+        (etc / "group").write_text("\n".join([group.read_text().rstrip(), *groups, ""]))
+        (etc / "hosts").write_text("127.0.0.1 localhost\n10.88.5.1 slurmnode\n")
+        munge = next(each.split(":") for each in passwd.read_text().splitlines() if each.startswith("munge:"))
+        key = etc / "munge.key"
+        key.write_bytes(os.urandom(128))
+        for each in (key, self.place / "munge"):
+            os.chown(each, int(munge[2]), int(munge[3]))
+        key.chmod(0o400)
+        (self.place / "munge").chmod(0o711)
+        types = [*self.share.split(), *self.more_gres]
+        counts = {"mps": 100 * self.gpus, "shard": self.shards * self.gpus, **self.more_gres}
+        gres = ",".join([f"gpu:{self.gpus}", *(f"{each}:{counts[each]}" for each in types)])
+        text = _CONFIGURATION.format(place=self.place, types=",".join(types), gres=f"Gres={gres} State=UNKNOWN")
+        flags = f" Flags={self.flags}" if self.flags else ""
+        if self.reversed_devices:
+            devices.reverse()
+        lines = [f"Name=gpu File={each}" for each in devices]
+        for kind, count in (("mps", 100), ("shard", self.shards)):
+            if kind in self.share.split():
+                lines += [f"Name={kind} Count={count} File={each}{flags}" for each in devices]
+        lines += [f"Name={each} Count={count} Flags=CountOnly" for each, count in self.more_gres.items()]
+        (etc / "slurm" / "gres.conf").write_text("\n".join([*lines, ""]))
+        if self.control_groups:
+            text += "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup\n"
+            constrains = "yes" if self.constrain else "no"
+            (etc / "slurm" / "cgroup.conf").write_text(
+                f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.place}/cgroup\nConstrainDevices={constrains}\n"
+                "ConstrainCores=no\nConstrainRAMSpace=no\n"
+            )
+        else:
+            text += "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
+            if self.root is not None:
+                (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+        (etc / "slurm" / "slurm.conf").write_text(text + self.configuration)
+
+    def start(self) -> "Cluster":
+        """Start the daemons on what was written, and wait until the node is idle."""
+        for _, group in self._groups:
+            group.mkdir()
+        joins = "".join(f'echo $$ >"{group}/cgroup.procs"; ' for _, group in self._groups)
+        keeper = [sys.executable, "-I", "-S", str(_KEEPER)]
+        prefix = Path(sys.base_prefix)
+        closed = next((each for each in reversed(prefix.parents) if not each.stat().st_mode & 0o001), "")
+        setup = _SETUP.format(
+            place=self.place, root=self.root or "", prefix=prefix, closed=closed, project=_ROOT,
+            hierarchies=" ".join(each for each, _ in self._groups),
+        )  # fmt: skip
+        setup += 'exec "$@"\n' if self.root is None else f'exec chroot {self.root} "$@"\n'
+        script = f'{joins} exec unshare --mount --net --uts --cgroup --propagation private bash -c "$0" bash "$@"'
+        with (self.place / "log" / "keeper").open("wb") as log:
+            self._keeper = subprocess.Popen(
+                ["bash", "-c", script, setup, *keeper], cwd="/", text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
+        assert line == "ready\n", (line, (self.place / "log" / "keeper").read_text())
+        munge = ["setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", "--foreground"]
+        options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
+        options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
+        self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
+        self.start_slurmctld()
+        self.start_slurmd()
+        self.wait_until_idle()
+        return self
+
+    # -- daemons ------------------------------------------------------------------------------------------------------
+
+    def run_daemon(self, name: str, *command: str) -> int:
+        """Start a program as root in the cluster's namespaces, in the foreground, and return its pid."""
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        environment = {"PATH": PATH, "HOME": "/root"}
+        asked = {"start": command, "output": str(self.place / "log" / f"{name}.out"), "environment": environment}
+        self._keeper.stdin.write(f"{json.dumps(asked)}\n")
+        self.pids[name] = int(self._keeper.stdout.readline())
+        return self.pids[name]
+
+    def start_slurmctld(self) -> None:
+        self.run_daemon("slurmctld", "slurmctld", "-D")
+
+    def start_slurmd(self) -> None:
+        """Start slurmd; it takes up the jobs of an earlier one."""
+        self.run_daemon("slurmd", "slurmd", "-D")
+
+    def kill(self, name: str) -> None:
+        """End a daemon by SIGKILL."""
+        pid = self.pids.pop(name)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: look_at(pid) is None, what=f"{name} to be gone")
+
+    def wait_until_idle(self, deadline: float = 30) -> None:
+        wait_until(lambda: self.node_state() == "idle", what="the node to be idle", deadline=deadline)
+
+    def node_state(self) -> str:
+        """Return the state of the node in Slurm's words, empty where slurmctld does not answer."""
+        return self.root_run("sinfo", "-h", "-o", "%t", check=False).stdout.strip()
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def command(self, *command: str, user: str | None = None) -> list[str]:
+        """Return a command line that runs a command in the cluster's namespaces, as root or as a user."""
+        assert self._keeper is not None
+        inside = ["nsenter", "-t", str(self._keeper.pid), "-m", "-n", "-u", "-C", "-r", "-w"]
+        if user is None:
+            return [*inside, "env", "-i", f"PATH={PATH}", "HOME=/root", *command]
+        identity = [f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--clear-groups"]
+        return [*inside, "setpriv", *identity, "env", "-i", f"PATH={PATH}", "HOME=/tmp", f"USER={user}", *command]
+
+    def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        return self._run(self.command(*command), check=check)
+
+    def run(self, user: str, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run a command as a user."""
+        return self._run(self.command(*command, user=user), check=check)
+
+    def _run(self, command: Sequence[str], *, check: bool) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=50, check=False, stdin=subprocess.DEVNULL, cwd="/"
+        )
+        assert not check or done.returncode == 0, (command, done.stdout, done.stderr, self.logs())
+        return done
+
+    def submit(self, user: str, script: str, *options: str) -> int:
+        """Submit a job with this script, and return its id; its output is in `output`."""
+        path = self.place / "out" / f"{user}-{os.urandom(4).hex()}.sh"
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+        done = self.run(user, "sbatch", "--parsable", f"--output={self.place}/out/%j", *options, str(path))
+        return int(done.stdout.strip().split(";")[0])
+
+    def output(self, job: int | str) -> str:
+        """Return what a job has printed so far."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.place / "out" / f"{job}").read_text(errors="replace")
+        return ""
+
+    def job(self, job: int | str) -> dict[str, str]:
+        """Return what Slurm says about a job; empty once it has forgotten it."""
+        done = self.root_run("scontrol", "-o", "show", "job", str(job), check=False)
+        return dict(each.partition("=")[::2] for each in done.stdout.split() if "=" in each)
+
+    def state(self, job: int | str) -> str:
+        return self.job(job).get("JobState", "")
+
+    def wait_for_state(self, job: int | str, *states: str, deadline: float = 30) -> str:
+        """Wait until a job has one of these states, and return it."""
+
+        def reached() -> str | None:
+            return found if (found := self.state(job)) in states else None
+
+        try:
+            return wait_until(reached, what=f"job {job} to be {' or '.join(states)}", deadline=deadline)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.job(job)}\n{self.output(job)}\n{self.logs()}") from None
+
+    def logs(self) -> str:
+        """Return the ends of the daemons' logs."""
+        found = []
+        for each in sorted((self.place / "log").glob("slurm*.log")):
+            text = each.read_text(errors="replace").splitlines()[-15:]
+            found.append("\n".join([f"--- {each.name}", *text]))
+        return "\n".join(found)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End every process of the cluster, and remove its control groups."""
+        for kind, group in self._groups:
+            if kind == "freezer":  # a suspended job cannot end
+                for each in group.rglob("freezer.state"):
+                    with contextlib.suppress(OSError):
+                        each.write_text("THAWED")
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            assert self._keeper.stdout is not None
+            self._keeper.stdin.close()
+            self._keeper.wait(30)
+            self._keeper.stdout.close()
+        for _, group in self._groups:
+            if group.exists():
+                wait_until(lambda group=group: _removed(group), what=f"{group} to be empty", not_yet=(OSError,))  # type: ignore[misc]
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
+def _removed(group: Path) -> bool:
+    """Remove a control group with those below it."""
+    for folder, _, _ in os.walk(group, topdown=False):
+        os.rmdir(folder)  # noqa: PTH106 - os.walk has paths as text
+    return True
+
+
+@contextlib.contextmanager
+def running(place: Path, **options: Any) -> Iterator[Cluster]:
+    """Start a cluster, and close it."""
+    place.mkdir()
+    cluster = Cluster(place, **options)
+    try:
+        cluster.write()
+        yield cluster.start()
+    finally:
+        cluster.close()

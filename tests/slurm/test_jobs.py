@@ -1,0 +1,250 @@
+"""Jobs with shares of GPUs: each has a lease, whatever it says about itself, and no more than that."""
+
+import contextlib
+import re
+from datetime import datetime, timedelta
+
+import pytest
+
+from tests.harness import wait_until
+from tests.slurm.site import Site
+
+pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
+
+GIB = 2**30
+
+
+def test_two_users_share_and_a_third_waits(site: Site) -> None:
+    """Two jobs of two users share a GPU, each within its part; Slurm has a third wait until one of them ends."""
+    with site.driven() as first, site.driven() as second, site.driven() as third:
+        jobs = [
+            site.cluster.submit(user, driven.script, f"--gres=mps:{share}")
+            for user, driven, share in (("ann", first, 60), ("bert", second, 40))
+        ]
+        answers = [first.answer(), second.answer()]
+        assert [each["mps"] for each in answers] == [True, True]
+        assert answers[0]["gpu"] == answers[1]["gpu"]
+        assert [each["active_thread_percentage"] for each in answers] == [60, 40]
+        for job, share in zip(jobs, (60, 40), strict=True):
+            (lease,) = site.leases(job)
+            assert lease["active_thread_percentage"] == share
+            if site.cluster.control_groups:
+                assert lease["holders"][0]["cgroup"].endswith(f"/job_{job}")
+            if site.cluster.root is not None:  # a newer Slurm tells the job's SLUID
+                assert re.fullmatch(r"s[0-9A-Z]{13}", lease["labels"]["slurm/identity"])
+        waits = site.cluster.submit("cleo", third.script, "--gres=mps:10")
+        wait_until(lambda: site.cluster.job(waits).get("Reason") == "Resources", what="the third job to wait")
+        assert not site.leases(waits)
+        # Memory is a limit: what is beyond it is refused, and within it is had.
+        memory = answers[1]["pinned_device_mem_limit"]
+        assert not second.do(f"alloc {memory + GIB}")["ok"]
+        assert second.do(f"alloc {memory - GIB}")["ok"]
+        first.tell("exit")
+        assert third.answer()["active_thread_percentage"] == 10
+        for each in (second, third):
+            each.tell("exit")
+        for job in (*jobs, waits):
+            site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_job_that_lies_gets_no_more(site: Site) -> None:
+    """A job that changes its variables, and one that drops all of them, stay what their control group is."""
+    with site.driven() as raised, site.driven() as bare:
+        lie = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=70000M "
+        jobs = [
+            site.cluster.submit("ann", f"export {lie}\n{raised.script}", "--gres=mps:20"),
+            site.cluster.submit("ann", f"unset ${{!MPSD_*}}\nexport MPSD_LEASE=none\n{bare.script}", "--gres=mps:30"),
+        ]
+        answers = [raised.answer(), bare.answer()]
+        leases = [site.leases(job)[0] for job in jobs]
+        assert answers[1]["active_thread_percentage"] == 30
+        for lease, answer, driven in zip(leases, answers, (raised, bare), strict=True):
+            assert _clients(site, lease["id"]) == [answer["pid"]]
+            # The first could get as much as is open for the larger lease of its user: mpsd finds that, and tells.
+            driven.do(f"alloc {lease['pinned_device_mem_limit'] + GIB}")
+        wait_until(
+            lambda: site.node.get(f"/v1/leases/{leases[0]['id']}/verify").json["violations"],
+            what="the lie to be found",
+        )
+        for each in (raised, bare):
+            each.tell("exit")
+        for job in jobs:
+            site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def _clients(site: Site, lease: str) -> list[int]:
+    """Return the clients of a lease, once it has some."""
+
+    def found() -> list[int]:
+        clients: list[int] = site.node.get(f"/v1/leases/{lease}").json["clients"]
+        return clients
+
+    return wait_until(found, what="the client to be attributed")
+
+
+def test_a_step_asks_for_less(site: Site) -> None:
+    """Each step has what it asked Slurm for, with memory in proportion; all of them are of the job's lease."""
+    show = 'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT $MPSD_LEASE"'
+    script = f"{show}; srun -n1 --gres=mps:10 bash -c '{show}'; srun -n2 --overlap bash -c '{show}'"
+    job = site.cluster.submit("ann", script, "--gres=mps:40", "-n2")
+    site.cluster.wait_for_state(job, "COMPLETED")
+    lines = [each.split() for each in site.cluster.output(job).splitlines()]
+    memory = int(lines[0][1].removeprefix("0=").removesuffix("M"))
+    assert [each[0] for each in lines] == ["40.0", "10", "40.0", "40.0"], site.cluster.output(job)
+    assert [each[1] for each in lines] == [f"0={part}M" for part in (memory, memory // 4, memory, memory)]
+    assert len({each[2] for each in lines}) == 1
+    site.wait_until_clean()
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["obedient", "deaf"])
+def test_scancel(site: Site, deaf: bool) -> None:  # noqa: FBT001 - a parameter
+    """A job that is cancelled ends with its lease, whether it obeys SIGTERM or not."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50")
+        driven.answer()
+        if deaf:
+            driven.do("ignore TERM")
+        (lease,) = site.leases(job)
+        site.cluster.run("ann", "scancel", str(job))
+        site.cluster.wait_for_state(job, "CANCELLED")
+    site.wait_until_clean()
+    assert site.node.get(f"/v1/leases/{lease['id']}").json["state"] == "ended"
+    assert site.cluster.node_state() in {"idle", "mix"}
+
+
+def test_a_refusal_fails_the_job_alone(site: Site) -> None:
+    """What mpsd does not grant fails the job with mpsd's own sentence in its output, and the node stays as it is."""
+    whole = site.node.lease(fraction=1, threads=None, memory=None, gpu="0")
+    other = site.node.lease(fraction=1, threads=None, memory=None, gpu="1")
+    job = site.cluster.submit("ann", "echo it ran", "--gres=mps:25", "--time=5")
+    site.cluster.wait_for_state(job, "FAILED", deadline=45)
+    said = site.cluster.output(job)
+    assert "mpsd: " in said
+    assert "it ran" not in said
+    for each in (whole, other):
+        site.node.request("DELETE", f"/v1/leases/{each['id']}")
+    site.cluster.wait_until_idle()
+    site.wait_until_clean()
+
+
+def test_epilog_without_prolog(site: Site) -> None:
+    """An Epilog for a job that no Prolog knows, and a repeated one, change nothing and succeed."""
+    hook = str(site.cluster.place / "hooks" / "epilog")
+    variables = ("env", "SLURM_JOB_ID=4711", "SLURM_JOB_UID=3001", "SLURM_JOB_GID=3001")
+    for _ in range(2):
+        done = site.cluster.root_run(*variables, hook)
+        assert (done.stdout, done.stderr) == ("", "")
+    # slurmd runs Epilog alone for an allocation without a step, unless PrologFlags has Alloc.
+    done = site.cluster.run("ann", "salloc", "--gres=mps:25", "true")
+    site.wait_until_clean()
+    site.cluster.wait_until_idle()
+
+
+def test_a_repeated_prolog(site: Site) -> None:
+    """A Prolog that runs again has the same lease; that of another job with the same id ends the lease of the first."""
+    hook = str(site.cluster.place / "hooks" / "prolog")
+    variables = ["env", "SLURM_JOB_ID=4712", "SLURM_JOB_UID=3001", "SLURM_JOB_GID=3001", "SLURM_JOB_GPUS=1"]
+    variables += ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25", "SLURM_JOB_USER=ann", "SLURMD_NODENAME=slurmnode"]
+    granted = []
+    for _ in range(2):
+        assert site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=1", hook).stderr == ""
+        granted += site.leases(4712)
+    first, again = granted
+    assert first["id"] == again["id"]
+    assert first["holders"][0]["kind"] == "claim"
+    assert first["gpus"] == [site.node.get("/v1/gpus").json["gpus"][1]["uuid"]]
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=2", hook)
+    (second,) = site.leases(4712)
+    assert second["id"] != first["id"]
+    # The Epilog of the first comes late, and ends nothing.
+    epilog = str(site.cluster.place / "hooks" / "epilog")
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=1", epilog)
+    assert [each["id"] for each in site.leases(4712)] == [second["id"]]
+    site.cluster.root_run(*variables, "SLURM_JOB_START_TIME=2", epilog)
+    site.wait_until_clean()
+
+
+def test_another_user_cannot_take_a_lease(site: Site) -> None:
+    """What Prolog leaves for a job's tasks is for its user alone."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:25")
+        driven.answer()
+        task = site.state_dir / "jobs" / str(job) / "task"
+        assert site.cluster.run("bert", "cat", str(task), check=False).returncode != 0
+        assert site.cluster.run("bert", "ls", str(task.parent.parent), check=False).returncode != 0
+        assert site.cluster.run("ann", "cat", str(task), check=False).returncode == 0
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_suspended_job_keeps_its_lease(site: Site) -> None:
+    """A suspended job keeps its memory on the GPU, so it keeps its share; it goes on where it was."""
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50")
+        driven.answer()
+        assert driven.do(f"alloc {GIB}")["ok"]
+        site.cluster.root_run("scontrol", "suspend", str(job))
+        site.cluster.wait_for_state(job, "SUSPENDED")
+        (lease,) = site.leases(job)
+        gpu = next(each for each in site.node.get("/v1/gpus").json["gpus"] if each["uuid"] == lease["gpus"][0])
+        assert gpu["threads_granted"] == 50
+        site.cluster.root_run("scontrol", "resume", str(job))
+        assert driven.do("sync")["ok"]
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def hurried(site: Site, job: int) -> bool:
+    """Bring the start of a requeued job forward, and tell whether it has started.
+
+    Slurm waits two minutes by itself, and sets that time when the job is requeued and again at the end of its Epilog.
+    22.05 runs no Prolog where the job starts within a second of its end.
+    """
+    found = site.cluster.job(job)
+    with contextlib.suppress(ValueError, KeyError):
+        if datetime.fromisoformat(found["EligibleTime"]) - datetime.now() > timedelta(seconds=10):  # noqa: DTZ005
+            site.cluster.root_run("scontrol", "update", f"jobid={job}", "StartTime=now+3seconds", check=False)
+    return found.get("JobState") == "RUNNING"
+
+
+def test_a_requeued_job_has_another_lease(site: Site) -> None:
+    with site.driven() as driven:
+        job = site.cluster.submit("ann", driven.script, "--gres=mps:50", "--requeue")
+        driven.answer()
+        (first,) = site.leases(job)
+        site.cluster.root_run("scontrol", "requeue", str(job))
+        site.wait_until_clean()
+        try:
+            wait_until(lambda: hurried(site, job), what="the job to start again", deadline=40)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{site.cluster.job(job)}\n{site.cluster.node_state()}") from None
+        assert driven.answer()["active_thread_percentage"] == 50
+        (second,) = site.leases(job)
+        assert second["id"] != first["id"]
+        driven.tell("exit")
+        site.cluster.wait_for_state(job, "COMPLETED")
+    site.wait_until_clean()
+
+
+def test_a_job_without_a_gpu_is_left_alone(site: Site) -> None:
+    """A job without a GPU, and one with a whole GPU, have no lease, and run as without mpsd."""
+    for options in ((), ("--gres=gpu:1",)):
+        job = site.cluster.submit("ann", 'echo "lease: $MPSD_LEASE"', *options)
+        site.cluster.wait_for_state(job, "COMPLETED")
+        assert site.cluster.output(job) == "lease: \n"
+    site.wait_until_clean()
+
+
+def test_the_components_of_a_heterogeneous_job(site: Site) -> None:
+    """Each component has a lease of its own, and each task that of its component."""
+    script = "srun --het-group=0,1 bash -c 'echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $MPSD_LEASE'"
+    job = site.cluster.submit("ann", script, "--gres=mps:30", ":", "--gres=mps:20")
+    site.cluster.wait_for_state(job, "COMPLETED", deadline=50)
+    said = sorted(each.split() for each in site.cluster.output(job).splitlines())
+    assert [float(each[0]) for each in said] == [20, 30], said
+    assert len({each[1] for each in said}) == 2
+    site.wait_until_clean()

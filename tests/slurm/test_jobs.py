@@ -218,7 +218,10 @@ def test_a_requeued_job_has_another_lease(site: Site) -> None:
         (first,) = site.leases(job)
         site.cluster.root_run("scontrol", "requeue", str(job))
         site.wait_until_clean()
-        wait_until(lambda: hurried(site, job), what="the job to start again", deadline=30)
+        try:
+            wait_until(lambda: hurried(site, job), what="the job to start again", deadline=40)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{site.cluster.job(job)}\n{site.cluster.node_state()}") from None
         assert driven.answer()["active_thread_percentage"] == 50
         (second,) = site.leases(job)
         assert second["id"] != first["id"]

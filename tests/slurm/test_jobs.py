@@ -237,14 +237,3 @@ def test_a_job_without_a_gpu_is_left_alone(site: Site) -> None:
         site.cluster.wait_for_state(job, "COMPLETED")
         assert site.cluster.output(job) == "lease: \n"
     site.wait_until_clean()
-
-
-def test_the_components_of_a_heterogeneous_job(site: Site) -> None:
-    """Each component has a lease of its own, and each task that of its component."""
-    script = "srun --het-group=0,1 bash -c 'echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $MPSD_LEASE'"
-    job = site.cluster.submit("ann", script, "--gres=mps:30", ":", "--gres=mps:20")
-    site.cluster.wait_for_state(job, "COMPLETED", deadline=50)
-    said = sorted(each.split() for each in site.cluster.output(job).splitlines())
-    assert [float(each[0]) for each in said] == [20, 30], said
-    assert len({each[1] for each in said}) == 2
-    site.wait_until_clean()

@@ -38,7 +38,7 @@ ROOMS: Final = {
     "core/containers": "core",
     "core/kubernetes": "core core/configuration core/containers core/mps",
     "core/dra": "core core/containers core/kubernetes",
-    "core/slurm": "core",
+    "core/slurm": "core core/mps",
     "system": "",
     "system/files": "system",
     "system/processes": "system",

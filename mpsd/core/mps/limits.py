@@ -15,6 +15,7 @@ from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
+from mpsd.core.mps import variables as names
 from mpsd.core.mps.commands import TABLE, Command, check_refusal, command, garbled, one_line
 from mpsd.core.units import GIB, MIB, format_alike
 
@@ -186,7 +187,7 @@ ACTIVE_THREAD_PERCENTAGE: Final = Limit(
     server_setter="set_active_thread_percentage",
     server_getter="get_active_thread_percentage",
     of_device=False,
-    variable="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    variable=names.ACTIVE_THREAD_PERCENTAGE,
     log_line=r"Active Threads Percentage set to (?P<value>[0-9]{1,3}\.[0-9]{1,6})",  # R580
     wanted=lambda limits: limits.active_thread_percentage.tenths,
     grammar=lambda limits: str(limits.active_thread_percentage),
@@ -279,7 +280,7 @@ PINNED_DEVICE_MEM_LIMIT: Final = Limit(
     server_setter="set_device_pinned_mem_limit",
     server_getter="get_device_pinned_mem_limit",
     of_device=True,
-    variable="CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    variable=names.PINNED_DEVICE_MEM_LIMIT,
     log_line=(  # R580
         r"Device pinned memory limit for device (?P<device>[0-9]{1,10}) set to 0x(?P<value>[0-9a-f]{1,16}) bytes"
     ),

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.mps.variables import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
 
 MIB: Final = 2**20
 
@@ -64,7 +65,7 @@ def of(environment: Mapping[str, str]) -> Job:
         )
     gid, sluid = environment.get("SLURM_JOB_GID", uid), environment.get("SLURM_JOB_SLUID", "")
     places = environment.get("SLURM_JOB_GPUS", "")
-    threads = environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+    threads = environment.get(ACTIVE_THREAD_PERCENTAGE, "")
     return Job(
         id=number,
         identity=_identity(environment),
@@ -154,7 +155,7 @@ def job_in(groups: Collection[str], environment: Mapping[str, str]) -> str:
 def has_share(environment: Mapping[str, str]) -> bool:
     """Tell whether Slurm gave a task a share of a GPU, as far as its environment tells."""
     gpus = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
-    return "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in environment and any(environment.get(each) for each in gpus)
+    return ACTIVE_THREAD_PERCENTAGE in environment and any(environment.get(each) for each in gpus)
 
 
 def chosen(count: int, environment: Mapping[str, str]) -> int:
@@ -167,26 +168,23 @@ def chosen(count: int, environment: Mapping[str, str]) -> int:
 
 _LIMIT: Final = re.compile(r"([0-9]+)=([0-9]+)M\Z")
 
-_THREADS: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-_MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-
 
 def lowered(lease: Mapping[str, str], task: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a lease for a task whose step asked Slurm for less, with memory in proportion."""
     found = dict(lease)
     try:
-        own, asked = float(lease.get(_THREADS, "")), float(task.get(_THREADS, ""))
+        own, asked = float(lease.get(ACTIVE_THREAD_PERCENTAGE, "")), float(task.get(ACTIVE_THREAD_PERCENTAGE, ""))
     except ValueError:
         return found
     if not 0 < asked < own:
         return found
-    found[_THREADS] = f"{asked:g}"
+    found[ACTIVE_THREAD_PERCENTAGE] = f"{asked:g}"
     parts = []
-    for each in lease.get(_MEMORY, "").split(","):
+    for each in lease.get(PINNED_DEVICE_MEM_LIMIT, "").split(","):
         if (limit := _LIMIT.match(each)) is None:
             return found
         parts.append(f"{limit[1]}={max(int(int(limit[2]) * asked / own), 1)}M")
-    found[_MEMORY] = ",".join(parts)
+    found[PINNED_DEVICE_MEM_LIMIT] = ",".join(parts)
     return found
 
 

@@ -265,7 +265,9 @@ class Keeper:
         if self._options is not None and (odd := _differing(self._options, request["options"])):
             raise JobFailedError(
                 f"the ranks of the job differ in {odd}",
-                hint=_SAME_GPUS if odd == "CUDA_VISIBLE_DEVICES" else "start all ranks by the same command",
+                hint=_SAME_GPUS
+                if odd == "CUDA_VISIBLE_DEVICES"
+                else "start all ranks by the same command, with all options in the outermost mpsctl job",
             )
         group = self._coming()
         if request["outer"] or group is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from bench import admission, log, metrics, supervision, systemd
+from bench import admission, job, log, metrics, supervision, systemd
 from bench.side_by_side import Figure, Result
 
 _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
@@ -23,6 +23,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "h": supervision.returning,
     "i": systemd.service,
     "j": metrics.scrape,
+    "k": job.start,
 }
 
 

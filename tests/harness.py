@@ -49,7 +49,7 @@ def wait_until(
     condition: Callable[[], T | None],
     *,
     what: str,
-    deadline: float = 10.0,
+    deadline: float = 30.0,
     not_yet: tuple[type[Exception], ...] = (),
 ) -> T:
     """Check until `condition` returns a true value, and return that; AssertionError with the last result otherwise.
@@ -70,7 +70,7 @@ def wait_until(
         time.sleep(wait.next_pause(last))
 
 
-async def eventually(condition: Callable[[], T | None], *, what: str, deadline: float = 10.0) -> T:
+async def eventually(condition: Callable[[], T | None], *, what: str, deadline: float = 30.0) -> T:
     """Wait like `wait_until`, inside a running event loop."""
     __tracebackhide__ = True
     wait = _Wait(deadline, what)

@@ -172,12 +172,15 @@ def record(directory: Path) -> list[Line]:
         def holders() -> dict[str, int]:
             return {each["id"]: each["owner"]["pid"] for each in node.get("/v1/leases").json["leases"]}
 
+        def are_enforced() -> bool:
+            return [each["verdict"] for each in node.get("/v1/clients").json["clients"]] == ["ok"] * 2
+
         shell.note("Two programs share GPU 0. Each runs under a lease, which MPS enforces.")
         shell.run("mpsctl run --fraction 0.5 --gpu 0 --name train -- compute train >train.log &")
         wait_until(lambda: len(holders()) == 1, what="the first lease")
         shell.run("mpsctl run --fraction 0.25 --gpu 0 --name serve -- compute serve >serve.log &")
         wait_until(lambda: len(_steps(directory)) == 2 and _more_steps(directory, {})(), what="both clients to compute")
-        wait_until(lambda: len(node.get("/v1/clients").json["clients"]) == 2, what="mpsd to see both clients")
+        wait_until(are_enforced, what="mpsd to see both clients and their limits")
         shell.run("mpsctl leases")
         before = holders()
 
@@ -195,17 +198,15 @@ def record(directory: Path) -> list[Line]:
         assert holders() == before
 
         shell.note("A stranger changes a limit behind mpsd's back. mpsd sets it again, and reports the command.")
-        shell.run("echo set_default_active_thread_percentage 90 | nvidia-cuda-mps-control")
-
-        def undone() -> object:
-            if not node.events("foreign_command"):  # mpsd's own question had the daemon's one seat
-                node.ask("gpu0", "set_default_active_thread_percentage 90")
-            return node.events("limit_drift_ended")
-
-        wait_until(undone, what="mpsd to undo the command")
-        events = shell.run("mpsctl events -n 2")
+        command = "set_default_active_thread_percentage 90"
+        shell.run(f"echo {command} | nvidia-cuda-mps-control")
+        if f"Cmd:{command}\n" not in node.control_log("gpu0").read_text():  # mpsd's own question had the one seat
+            node.ask("gpu0", command)
+        wait_until(lambda: node.events("limit_drift_ended"), what="mpsd to undo the command")
+        events = shell.run("mpsctl events -k 'limit_drift*'")
         folded = " ".join(line.strip() for line in events)  # it may be folded
-        assert "set_default_active_thread_percentage 90" in folded, events
+        assert command in folded, events
+        assert "set it back" in folded, events
 
         shell.note("Both clients computed all the time.")
         steps = _steps(directory)

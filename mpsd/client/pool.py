@@ -108,6 +108,7 @@ class Pool(ProcessPoolExecutor):
         except BrokenProcessPool as error:
             self._knowledge.explain(error)
             raise
+        self._knowledge.end_beside_a_dead_one()
         future.__class__ = _Result  # the executor makes it itself, and its threads set it
         cast("_Result[T]", future).knowledge = self._knowledge
         return future
@@ -115,10 +116,11 @@ class Pool(ProcessPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
         """End the workers after what was submitted, and then the lease; without `wait`, in the background."""
         super().shutdown(wait, cancel_futures=cancel_futures)
+        self._knowledge.is_joined = self._knowledge.is_joined or wait
         if not wait:
-            self._release()
-        elif self._release.detach():
-            self._knowledge.release()
+            self._release()  # once, as all calls of it
+        elif released := self._release():
+            released.join()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -143,6 +145,10 @@ class _Knowledge:
         self._workers = workers
         self._lock = threading.Lock()
         self._why = ""
+        self.is_joined = False
+        """Whether the executor has waited for the workers that it knows."""
+        self._seen = 0
+        """The number of workers at the last look for a dead one."""
 
     def explain(self, error: BrokenProcessPool) -> None:
         """Add to an error, once, why workers are gone."""
@@ -157,14 +163,33 @@ class _Knowledge:
             self._why = self._why or "the pool was ended"
         if self._lease.id:
             end_clients(self._lease)
+        self._kill()
+
+    def _kill(self) -> None:
         for each in self._workers:
-            with contextlib.suppress(ValueError, AttributeError):  # it was closed, or never started
+            if each.pid is not None:
                 each.kill()
+
+    def end_beside_a_dead_one(self) -> None:
+        """End the workers where one is dead, after a start of another.
+
+        Python 3.11's executor ends those that it knows, and then waits for all, for ever for one that started meanwhile
+        (https://github.com/python/cpython/issues/94777 and 105829).
+        """
+        if len(self._workers) == self._seen:
+            return
+        self._seen = len(self._workers)
+        started = [each for each in self._workers if each.pid is not None]
+        dead = wait([each.sentinel for each in started], timeout=0)
+        if any(each.sentinel in dead and _status(each) for each in started):
+            self._kill()
 
     def release(self) -> None:
         """Release the lease once the workers have ended; a forked child has neither."""
         if not self._lease.is_held_here:
             return
+        if self.is_joined:
+            self._kill()  # one that the executor does not know: its start was interrupted
         for each in self._workers:
             with contextlib.suppress(ValueError):  # it was never started
                 wait([each.sentinel])
@@ -175,16 +200,16 @@ class _Knowledge:
             self._lease.close()
 
 
-def _release_in_background(knowledge: _Knowledge) -> None:
-    threading.Thread(target=knowledge.release, name="mpsd-release", daemon=True).start()
+def _release_in_background(knowledge: _Knowledge) -> threading.Thread:
+    """Release a lease in a thread, which KeyboardInterrupt does not reach, and return the thread."""
+    thread = threading.Thread(target=knowledge.release, name="mpsd-release", daemon=True)
+    thread.start()
+    return thread
 
 
 def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     """Say how the first workers ended, and what mpsd knows about that."""
-    end = time.monotonic() + _REAPED
-    while any(each.exitcode is None for each in workers) and time.monotonic() < end:
-        time.sleep(_LOOK)  # the executor ends the others by SIGTERM, and waits for all
-    gone = [each for each in workers if each.exitcode]
+    gone = [each for each in workers if _status(each)]  # the executor ends the others by SIGTERM
     gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
     said = ", and ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
     said = said or "no worker exited with another status than 0, as after an initializer that failed"
@@ -195,6 +220,14 @@ def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     if facts:
         return f"{said}; mpsd: {'; '.join(facts)}"
     return said if lease.is_whole_gpu else f"{said}; mpsd did not end it, and {lease.id} lives"
+
+
+def _status(worker: Worker) -> int | None:
+    """Return the exit status of a worker that is gone, which another thread may be about to take from the kernel."""
+    end = time.monotonic() + _REAPED
+    while worker.exitcode is None and time.monotonic() < end:
+        time.sleep(_LOOK)
+    return worker.exitcode
 
 
 def _ended(status: int | None) -> str:
@@ -255,12 +288,13 @@ def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            future = None
             with Pool(1, **request) as pool:
-                future = pool.submit(_call, place, args, kwargs)
                 try:
+                    future = pool.submit(_call, place, args, kwargs)
                     return cast("T", future.result())
                 finally:
-                    if not future.done():  # the wait was interrupted
+                    if future is None or not future.done():  # it was interrupted
                         pool.end()
 
         return call

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, Unpack, cast
@@ -90,16 +89,18 @@ class Process(subprocess.Popen[bytes]):
         mpsd first ends what it does on the GPU, as a signal in the middle of that may end the work of its neighbours.
         Then comes SIGTERM, and after `within` seconds SIGKILL.
         """
-        if self.lease.id:
-            end_clients(self.lease)
-        if super().poll() is None:
+        try:
+            if self.lease.id:
+                end_clients(self.lease)
             self.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 super().wait(within)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        status = super().wait()
-        self.lease.close()
+        finally:  # at once, where this is interrupted
+            self.kill()
+            status = self.wait()
+        if self.lease.id:
+            with contextlib.suppress(MpsdError):
+                self.lease.refresh()
         return status
 
     def poll(self) -> int | None:
@@ -115,6 +116,7 @@ class Process(subprocess.Popen[bytes]):
     def _reaped(self, status: int | None) -> int | None:
         if status is not None and self._lease is not None:
             self._lease.leave()
+            _with_this_one.discard(self)
         return status
 
 
@@ -267,7 +269,7 @@ def _error(document: Mapping[str, Any], progress: Progress | None) -> MpsdError:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
-_with_this_one: "weakref.WeakSet[Process]" = weakref.WeakSet()
+_with_this_one: set[Process] = set()
 """The programs that end with this process."""
 
 

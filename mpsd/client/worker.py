@@ -46,8 +46,11 @@ class _Launched(popen_spawn_posix.Popen):
             environment = with_variables(os.environ, process.variables)
             self.pid = start(lambda: _execute(command, descriptors, environment), _end)
             self.sentinel = sentinel
-            with open(order, "wb", closefd=False) as file:
-                file.write(content.getbuffer())
+            with contextlib.ExitStack() as interrupted:
+                interrupted.callback(_end, self.pid)
+                with open(order, "wb", closefd=False) as file:
+                    file.write(content.getbuffer())
+                interrupted.pop_all()
         finally:
             self.finalizer = util.Finalize(self, _close, (sentinel, order))
             _close(to_worker, of_worker)

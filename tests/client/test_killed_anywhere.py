@@ -1,4 +1,4 @@
-"""Nothing is left of a program, its processes and its leases when one of them is killed at any line of the client."""
+"""Nothing is left of a program's processes and leases when one is killed, or a call interrupted, at any line."""
 
 import random
 from pathlib import Path
@@ -19,6 +19,9 @@ count = 0
 def kill():
     if VICTIM == "caller":
         os.kill(os.getpid(), signal.SIGKILL)
+    if VICTIM == "wait":
+        signal.raise_signal(signal.SIGINT)
+        return
     children = []
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children") as file:
@@ -53,7 +56,7 @@ def pool():
 def attempt(function, *arguments):
     try:
         function(*arguments)
-    except (mpsd.MpsdError, OSError, RuntimeError) as error:  # BrokenProcessPool is a RuntimeError
+    except (mpsd.MpsdError, OSError, RuntimeError, KeyboardInterrupt) as error:  # BrokenProcessPool is a RuntimeError
         print(repr(error), file=sys.stderr)
 """
 
@@ -68,29 +71,38 @@ def run(folder: Path, node: Node, name: str, victim: str, line: int) -> int:
     """Run a program whose client is killed at this line, counted from its start; return the lines that it ran."""
     marker = f"MPSD_TEST_MARKER=killed-{name}-{victim}-{line}"
     text = f"""
-        import mpsd.client.processes, mpsd.client.watcher, mpsd.core.units
+        import mpsd.client.processes, mpsd.client.watcher, mpsd.core.units, multiprocessing.resource_tracker
         sys.settrace(trace)
         threading.settrace(trace)
         {MAIN[name]}
         sys.settrace(None)
-        tell(count)
+        threading.settrace(None)
+        tell(count, os.getpid(), multiprocessing.resource_tracker._resource_tracker._pid)
+        sys.stdin.read(1)
         """
     variables = {"KILL_AT": f"{line}", "KILL": victim, **dict([marker.split("=")])}
+    count = 0
     with Script(folder, node, text, before=TRACED, environment=variables) as script:
-        status, lines, messages = script.end()
-        assert status == (-9 if victim == "caller" and line else 0), messages
+        if victim == "caller" and line:
+            assert script.end()[0] == -9
+        else:
+            count, *own = script.hear()
+            if victim == "child":
+                wait_until(lambda: {*started_by(marker)} <= {*own}, what="its processes to end", deadline=30)
+                wait_until_free(node)
+            assert script.end()[0] == 0
     wait_until(lambda: not started_by(marker), what="all processes to end", deadline=30)
     wait_until_free(node)
-    return int(lines[0][0]) if lines else 0
+    return int(count)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("victim", ["caller", "child"])
+@pytest.mark.parametrize("victim", ["caller", "child", "wait"])
 @pytest.mark.parametrize("name", [*MAIN])
 def test_killed_anywhere(node: Node, short_tmp: Path, name: str, victim: str) -> None:
-    """SIGKILL at any of these lines, of the caller or of its last child, leaves no process and no lease."""
+    """SIGKILL of the caller or of its last child, and Ctrl-C, leave no process and no lease, at any of these lines."""
     total = run(short_tmp, node, name, victim, 0)
     assert total > 100
     chosen = random.Random(f"{name} {victim}")
-    for line in sorted(chosen.sample(range(1, total), 14)):
+    for line in sorted(chosen.sample(range(1, total), 10)):
         run(short_tmp, node, name, victim, line)

@@ -305,6 +305,43 @@ def test_current(node: Node, client: Client, monkeypatch: pytest.MonkeyPatch) ->
         mpsd.current()
 
 
+@pytest.mark.parametrize("function", ["Lease._take", "Lease._accept", "put", "_replace", "take_back", "Lease._release"])
+def test_interrupted(node: Node, function: str) -> None:
+    """Ctrl-C while it is opened or closed leaves neither a lease nor a variable in a program that goes on."""
+    program = """
+        import os, sys, mpsd, mpsd.client.watcher
+        before, seen = dict(os.environ), 0
+
+        def trace(frame, event, _):
+            global seen
+            if frame.f_code.co_qualname == sys.argv[1] and "/mpsd/client/" in frame.f_code.co_filename and not seen:
+                return last
+            return None
+
+        def last(frame, event, _):
+            global seen
+            if event == "return" and not seen:
+                seen += 1
+                raise KeyboardInterrupt
+            return last
+
+        sys.settrace(trace)
+        try:
+            with mpsd.lease(fraction=0.25):
+                pass
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            print(dict(os.environ) == before, flush=True)
+            input()
+    """.replace("sys.argv[1]", repr(function))
+    with started(node, program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        wait_until(lambda: not node.leases(), what="the lease to be released")
+        assert node.events("lease_granted")
+        process.kill()
+
+
 @pytest.mark.parametrize("wait", ["granted", "waiting"])
 def test_killed(node: Node, wait: str) -> None:
     """A program that is killed, with its lease or while it waits for it, leaves nothing."""

@@ -214,6 +214,25 @@ class Bench:
         self._front_ends.append(front_end)
         return front_end
 
+    def hanging_front_end(self, *lines: str) -> None:
+        """Give these commands in a front-end which must not end for a while after the last one; then kill it."""
+        front_end, given = self.open_front_end(), {f"Cmd:{line}" for line in lines}
+
+        def has_all() -> bool:
+            log = self.log()
+            latest = log[::-1].index("NEW UI") if "NEW UI" in log else 0
+            return given <= {*log[len(log) - latest :]}
+
+        assert front_end.stdin is not None
+        front_end.stdin.write("".join(f"{line}\n" for line in lines).encode())
+        front_end.stdin.close()
+        front_end.stdin = None
+        wait_until(has_all, what=f"{given} in the log")
+        with pytest.raises(subprocess.TimeoutExpired):
+            front_end.wait(0.3)
+        front_end.kill()
+        front_end.communicate()
+
     @contextlib.contextmanager
     def held(self) -> "Iterator[subprocess.Popen[bytes]]":
         """Have the daemon serve a silent front-end, which is ended at the exit of this context."""

@@ -139,7 +139,7 @@ def test_stopped_daemon(bench: Bench) -> None:
     """A front-end of a stopped daemon blocks; if it is killed meanwhile, its commands are never executed."""
     bench.daemon.send_signal(signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
-        bench.front_end(f"{SET} 10", seconds=0.3)
+        bench.front_end(f"{SET} 10", seconds=2)
     bench.daemon.send_signal(signal.SIGCONT)
     wait_until(lambda: "Unable to accept connection" in bench.log(), what="the daemon to miss the front-end")
     assert bench.front_end(GET) == Said(0, ["100.0"], "")

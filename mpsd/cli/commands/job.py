@@ -19,6 +19,9 @@ from mpsd.core.errors import InvalidRequestError, UnreachableError
 _JOB: Final = "MPSD_JOB"
 """Names the directory of the job to the ranks below `mpsctl job -- LAUNCHER`."""
 
+_RANK: Final = "MPSD_JOB_RANK"
+"""Names its number to the program of a rank: what that starts belongs to the rank."""
+
 _LEASE: Final = "MPSD_LEASE"
 
 _ATTEMPTS: Final = 5
@@ -112,6 +115,8 @@ def job(
 def _join(api: Client, command: Sequence[str], options: dict[str, object]) -> int:
     """Join the job as a rank, or as the command around the launcher, and return the exit status of the command."""
     variables = caller.environment()
+    if _JOB in variables and _RANK in variables:
+        start.execute(command, variables)
     seat = launcher.seat(variables)
     for _ in range(_ATTEMPTS):
         inner = variables.get(_JOB)

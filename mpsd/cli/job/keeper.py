@@ -199,6 +199,8 @@ class Keeper:
             elif member.request is None:
                 member.request = message
                 self._admit(member)
+            if member not in self._members:
+                return  # it was refused
         if member.channel.is_over:
             self._lose(member)
 
@@ -230,7 +232,7 @@ class Keeper:
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _admit(self, member: _Member) -> None:
-        """Take a rank into the group that is coming, or refuse it alone."""
+        """Take a rank into the group that is coming, or refuse it, and the group with it."""
         request = member.request
         assert request is not None  # noqa: S101 - it has just come
         try:
@@ -238,6 +240,9 @@ class Keeper:
         except MpsdError as error:
             member.fail(error)
             self._dismiss(member)
+            others = self._coming()
+            if others is not None and request["rank"] not in _numbers(others):  # they lack this rank, and cannot start
+                self._fail(others, error, come=request["rank"])
             return
         if request["rank"] is None:
             request["rank"] = next(number for number in range(group.size) if number not in _numbers(group))
@@ -260,7 +265,7 @@ class Keeper:
                 f"the ranks of the job differ in {odd}",
                 hint=_SAME_GPUS if odd == "CUDA_VISIBLE_DEVICES" else "start all ranks by the same command",
             )
-        group = next((each for each in self._groups if each.phase == "coming" and not each.outer), None)
+        group = self._coming()
         if request["outer"] or group is None:
             within = request["options"]["within"] or (self._options or {})["within"]
             group = _Group(request["ranks"], within, request["outer"])
@@ -275,6 +280,10 @@ class Keeper:
             raise JobFailedError(f"rank {request['rank']} is here already", hint="start each rank once")
         return group
 
+    def _coming(self) -> _Group | None:
+        """Return the group of ranks that has not all its ranks yet."""
+        return next((each for each in self._groups if each.phase == "coming" and not each.outer), None)
+
     def _time(self, group: _Group) -> None:
         """Begin the time of a group that is the first of those that start."""
         if self._first() is group:
@@ -287,10 +296,10 @@ class Keeper:
         waiting = [each for each in self._groups if each.phase in {"coming", "probing", "leaving"}]
         return waiting[0] if waiting and (waiting[0].outer or not running) else None
 
-    def _fail(self, group: _Group, error: MpsdError) -> None:
-        """End all ranks of a group with one sentence, those that come later too."""
+    def _fail(self, group: _Group, error: MpsdError, *, come: int | None = None) -> None:
+        """End all ranks of a group with one sentence, those that come later too; `come` has heard it already."""
         if group.phase == "coming":
-            self._failed, self._missing = error, {*range(group.size)} - _numbers(group)
+            self._failed, self._missing = error, {*range(group.size)} - _numbers(group) - {come}
             self._idle_at = time.monotonic() + _LATE if self._missing else 0.0
         group.phase = "failed"
         for member in group.members:
@@ -369,7 +378,7 @@ class Keeper:
     def _offer(self, group: _Group) -> bool:
         """Give each rank of a group its GPU, the environment of the lease there, and the probe to run.
 
-        The command around the launcher gets none of them where there are several GPUs; returns whether they got them.
+        The command around the launcher gets none where there are several GPUs. Returns whether there are probes.
         """
         service, requests = self._service, {each.rank: each.request or {} for each in group.members}
         if group.outer and len(service.gpus) > 1:
@@ -383,11 +392,13 @@ class Keeper:
         for gpu in service.gpus:
             there = [each.pid for each in group.members if chosen[each.rank] == gpu]
             service.lease(gpu, there, None if group.outer else len(there))
+        probe = service.probe(group.within)
         for member in group.members:
             member.gpu = chosen[member.rank]
-            environment, probe = service.variables(member.gpu), service.probe(group.within)
+            number = {} if group.outer else {"MPSD_JOB_RANK": f"{member.rank}"}
+            environment = {**service.variables(member.gpu), **number}
             member.channel.tell(environment=environment, unset=[*UNASKED], probe=probe)
-        return True
+        return probe is not None
 
     # -- verifying -----------------------------------------------------------------------------------------------------
 
@@ -464,9 +475,13 @@ def _several(gpus: int) -> JobFailedError:
 _SAME_GPUS: Final = "all ranks of a node must see all its GPUs: srun --gpu-bind=none, without --gpus-per-task"
 
 
+_OWN: Final = {"processes", "within"}
+"""The options that the ranks below a launcher may have of their own: how many they are, and how long they wait."""
+
+
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Return what differs between the options of two ranks, in words; empty where nothing does."""
-    odd = next((name for name in one if other.get(name) not in (None, one[name])), "")
+    odd = next((name for name in one if name not in _OWN and other.get(name) not in (None, one[name])), "")
     return {"visible": "CUDA_VISIBLE_DEVICES", "by_bus": "CUDA_DEVICE_ORDER"}.get(odd, odd and f"--{odd}")
 
 

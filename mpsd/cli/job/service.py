@@ -182,8 +182,13 @@ class Service:
             found |= self._ready.variables()
         return found
 
-    def probe(self, seconds: float) -> tuple[str, ...]:
-        """Return the command of a client that says what CUDA says: that with which mpsd itself tests its servers."""
+    def probe(self, seconds: float) -> tuple[str, ...] | None:
+        """Return the command of a client that says what CUDA says: that with which mpsd itself tests its servers.
+
+        None where NVIDIA's own control daemon runs without a GPU: it can have no client there.
+        """
+        if self._simulated and self._options["control"] is not None:
+            return None
         module = "mpsd.simulator.client" if self._simulated else "mpsd.system.mps.canary"
         return (sys.executable, "-I", "-m", module, "--alarm", f"{max(int(seconds), 1)}")
 

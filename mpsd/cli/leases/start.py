@@ -58,6 +58,14 @@ def become(
         refuse(command, error)
 
 
+def execute(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Execute a command in this process, which has all that it needs; where that fails, exit like a shell."""
+    try:
+        os.execvpe(command[0], [*command], variables)  # noqa: S606 - that is what it is for
+    except OSError as error:
+        refuse(command, error)
+
+
 def check(command: Sequence[str]) -> None:
     """Exit like a shell where a command cannot be executed, before it waits for a lease."""
     name = command[0]

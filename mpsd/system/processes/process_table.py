@@ -38,6 +38,8 @@ def holding(sockets: Collection[int]) -> dict[int, set[int]]:
     left = defaultdict[int | str, float](lambda: _MOST_TIME)
     for pid in proc.pids() if wanted else ():
         owner, began = proc.effective_uid(pid) or owner_of(pid), clock.monotonic()  # containers' roots are many
+        if left[owner] < 0:
+            continue  # the kernel lists a thousand descriptors before it hands on the first
         for link in _descriptors(pid):
             if link in wanted:
                 found.setdefault(pid, set()).add(wanted[link])

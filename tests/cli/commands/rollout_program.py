@@ -108,6 +108,13 @@ def _get(found: dict[str, Any], kind: str, words: list[str]) -> list[Any]:
             return [_as_pod(each) for each in found["pods"]]
 
 
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Replace the file at once: others read it meanwhile, and mpsctl kills the kubectl that it was interrupted with."""
+    made = path.with_suffix(".new")
+    made.write_text(json.dumps(found))
+    made.replace(path)
+
+
 def main() -> None:
     """Be kubectl."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the cluster goes on, whatever ends kubectl
@@ -119,7 +126,7 @@ def main() -> None:
     words = [word for word in words if not word.startswith("--context=")]
     if found.get("away", 0) > 0:
         found["away"] -= 1
-        path.write_text(json.dumps(found))
+        _write(path, found)
         sys.exit("The connection to the server was refused")
     if words[0] == "get":
         json.dump({"items": _get(found, words[1], words)}, sys.stdout)
@@ -136,7 +143,7 @@ def main() -> None:
     with (Path(directory) / "unavailable").open("a") as file:
         print(len({each["node"] for each in found["pods"]} - serving - {*found["dead"]}), file=file)
     found.update(found.pop("then", {}) if words[0] == "delete" else {})
-    path.write_text(json.dumps(found))
+    _write(path, found)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class Job:
     def is_gone(self) -> bool:
         """Tell whether nothing is left of it, once its last rank has ended; the keeper is just about to."""
         places = self.places
-        wait_until(lambda: not self.processes(), what="the keeper to end")
+        wait_until(lambda: not self.processes(), what="the keeper to end", deadline=LATE)
         return not places
 
     def close(self) -> None:

@@ -6,11 +6,12 @@ import signal
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from mpsd.simulator.client import program
+from tests import real
 from tests.cli.job.conftest import LATE, LAUNCHERS, Job
 from tests.harness import look_at, wait_until
 from tests.node import Node
@@ -46,10 +47,27 @@ def test_around_each_rank(job: Job, launcher: str) -> None:
 
 
 @pytest.mark.thorough
-def test_both(job: Job) -> None:
-    """Below `mpsctl job`, each rank joins its job, with its options."""
-    script = 'for rank in 0 1; do OMPI_COMM_WORLD_LOCAL_RANK=$rank OMPI_COMM_WORLD_LOCAL_SIZE=2 "$@" & done; wait'
-    inner = ("mpsctl", "job", "--", "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" >&2')
+@pytest.mark.real_daemon(555)
+def test_real_control_daemon(job: Job) -> None:
+    """NVIDIA's own control daemon runs as the job's user, answers to its command, and ends with the job."""
+    control = real.real_daemons()[555]
+    script = 'echo get_default_active_thread_percentage | "$0"; exit 4'
+    command = ("sh", "-c", script, f"{control}")
+    rank = job.start("--simulate", "1", "--control", f"{control}", command=command)
+    assert rank.process.stdout is not None
+    assert rank.process.stdout.read() == b"100.0\n"
+    assert rank.process.wait(LATE) == 4
+    assert job.is_gone()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["of a launcher", "of an unknown launcher"])
+def test_both(job: Job, processes: Sequence[str]) -> None:
+    """Below `mpsctl job`, each rank joins its job, with its options; a call below a rank is of that rank."""
+    said = 'for rank in 0 1; do OMPI_COMM_WORLD_LOCAL_RANK=$rank OMPI_COMM_WORLD_LOCAL_SIZE=2 "$@" & done; wait'
+    script = 'for rank in 0 1; do "$@" & done; wait' if processes else said
+    told = 'echo "$CUDA_VISIBLE_DEVICES $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" >&2'
+    inner = ("mpsctl", "job", *processes, "--", "mpsctl", "job", "--", "sh", "-c", told)
     tools = job.directory / "bin"
     tools.mkdir()
     mpsctl = tools / "mpsctl"
@@ -178,6 +196,19 @@ def test_rank_that_does_not_come(job: Job) -> None:
     ranks = [job.start("--simulate", "1", "--within", "5s", variables=slurm("j", rank, 3)) for rank in (0, 2)]
     assert [each.process.wait(LATE) for each in ranks] == [1, 1]
     assert job.said.count("of 3 ranks 1 did not come within 5 s (--within): 1") == 2
+
+
+@pytest.mark.thorough
+def test_rank_that_differs(job: Job) -> None:
+    """None starts where one of them sees other GPUs."""
+    slurm = LAUNCHERS["Slurm"]
+    first = job.start("--simulate", "2", "--gpus", "1", variables={**slurm("j", 0, 2), "CUDA_VISIBLE_DEVICES": "0"})
+    wait_until(lambda: job.processes("mpsd job"), what="the private mpsd to start")
+    odd = job.start("--simulate", "2", "--gpus", "1", variables={**slurm("j", 1, 2), "CUDA_VISIBLE_DEVICES": "1"})
+    assert [each.process.wait(LATE) for each in (first, odd)] == [1, 1]
+    assert job.said.count("the ranks of the job differ in CUDA_VISIBLE_DEVICES") == 2
+    assert "--gpu-bind=none" in job.said
+    wait_until(job.is_gone, what="the job to leave nothing", deadline=LATE)
 
 
 @pytest.mark.thorough

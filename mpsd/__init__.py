@@ -9,12 +9,12 @@ import sys
 
 TYPE_CHECKING = False  # typing has it too, and takes longer to import than all of this
 if TYPE_CHECKING:
+    from mpsd import errors
     from mpsd.client.async_client import AsyncClient
     from mpsd.client.client import Client
     from mpsd.client.lease import Lease, Verification, WholeGpuWarning, current, lease
     from mpsd.client.pool import Pool
     from mpsd.client.processes import Process, process, spawn
-    from mpsd.core import errors
     from mpsd.core.errors import MpsdError
 
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ _PLACES = {
     "AsyncClient": "mpsd.client.async_client",
     "Client": "mpsd.client.client",
     "MpsdError": "mpsd.core.errors",
-    "errors": "mpsd.core.errors",
+    "errors": "mpsd.errors",
 }
 """The module of each public name."""
 

@@ -15,6 +15,7 @@ is taken. At the end of the block the environment is as it was before, and the l
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -84,10 +85,15 @@ def lease(**options: Unpack[Options]) -> "Lease":
         with mpsd.lease(fraction=0.25, wait="10m") as lease:
             ...  # the first use of CUDA, here or in a child process
 
-    The arguments are those of `Request`: fraction, or threads and memory; gpu, gpus, processes, priority, wait, ttl,
-    name, labels, client_priority, connections, visible, stop, pid. And those of `Options`: client, otherwise,
-    on_ending, on_draining. Raises TypeError for an unknown one, and InvalidRequestError for
-    a text in no valid notation; `Lease.open` raises the others.
+    How much: `fraction` of a GPU (0.25, `25%`, `1/4`), or `threads` (percent) and `memory` (bytes, `8GiB`); on one
+    `gpu` (0, `gpu0`, a UUID), or the same on each of `gpus`; in parts for so many `processes` on each, or `any`.
+    When: `wait` until it fits (seconds, `10m`, `forever`; by default not at all), with `priority`; `ttl` (`2h`).
+    Of its clients: `client_priority` (0 or 1), `connections` (1 to 32), `visible` (`uuid` or `index`).
+    Of the lease: `name`, `labels`, `pid` (its holder), `stop` (`terminate` or `sigterm`).
+    Of this program: `client`, `otherwise` (`fail` or `whole-gpu`), `on_ending`, `on_draining`.
+
+    Raises TypeError for another argument, and for one of these last of a wrong type; InvalidRequestError for a text in
+    no valid notation. `Lease.open` raises the others.
     """
     return Lease(**options)
 
@@ -123,7 +129,7 @@ class Lease:
     def __init__(self, **options: Unpack[Options]) -> None:
         unknown = options.keys() - Options.__optional_keys__
         if unknown:
-            raise TypeError(f"lease() got an unexpected keyword argument {min(unknown)!r}{_nearest(min(unknown))}")
+            raise TypeError(f"there is an unexpected keyword argument {min(unknown)!r}{_nearest(min(unknown))}")
         self.is_whole_gpu = False
         """Whether this program goes on without a lease, with the whole GPU: see `otherwise`."""
         self.answer: answer_types.Lease | None = None
@@ -133,7 +139,9 @@ class Lease:
         self.holder: int | None = None
         """The pid of the process that holds it; None before it is open, and for a holder that is no process."""
         given: dict[str, object] = {**options}
-        client = cast("Client | None", given.pop("client", None))
+        client = given.pop("client", None)
+        if not isinstance(client, Client | None):
+            raise TypeError(f"client is an mpsd.Client, not {client!r}")
         self._is_own_client = client is None
         self._client = client or _default_client()
         self._otherwise = given.pop("otherwise", "fail")
@@ -143,6 +151,9 @@ class Lease:
             )
         self._on_ending = cast("OnEnding | None", given.pop("on_ending", None))
         self._on_draining = cast("OnDraining | None", given.pop("on_draining", None))
+        for name, function in (("on_ending", self._on_ending), ("on_draining", self._on_draining)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is a function, not {function!r}")
         self._request = body(given)
         self._wait = cast("float", self._request.pop("wait", 0.0))
         self._opened_by: int | None = None
@@ -206,7 +217,7 @@ class Lease:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of device memory, likewise."""
+        """Bytes of device memory, likewise. All its processes on a GPU share these: a pool's worker has its part."""
         return None if self.answer is None else self.answer["pinned_device_mem_limit"]
 
     @property
@@ -215,9 +226,11 @@ class Lease:
         return self.holder == os.getpid() and self.state != "ended"
 
     def __repr__(self) -> str:
-        """Say what it is, and who holds it."""
+        """Say what it is, and who holds it while it lives."""
         if self.answer is None:
             return f"<mpsd.Lease: {self.state}>"
+        if self.state == "ended":
+            return f"<mpsd.Lease {self.id}: ended>"
         by = "this process" if self.holder == os.getpid() else "another process"
         if self._opened_by not in {None, os.getpid()} and self._opened_by == self.holder:
             by = "the process that forked this one"
@@ -286,6 +299,7 @@ class Lease:
 
     def _go_without(self, error: MpsdError, contact: "_Contact") -> None:
         """Go on with the whole GPU, if the program wants that, and there is no mpsd; otherwise raise the error."""
+        error = error.with_traceback(None)  # it says what it is about, and not which of mpsd's functions found that
         if not isinstance(error, UnreachableError) or error.socket is None or contact.is_made:
             raise error
         if self._otherwise == "fail":
@@ -293,7 +307,9 @@ class Lease:
             raise error
         self.is_whole_gpu, self._absent = True, error
         warnings.warn(
-            f"{error.detail}: this program goes on with the whole GPU, without limits", WholeGpuWarning, stacklevel=4
+            f"{error.detail}: this program goes on with the whole GPU, without limits",
+            WholeGpuWarning,
+            stacklevel=_level_of_program(),
         )
 
     def _abandon(self, request_id: str) -> None:
@@ -511,6 +527,14 @@ def _default_client() -> Client:
             f"MPSD_TRUST_UID has {odd[0]!r}, which is no uid", hint="set it to uids with spaces between"
         )
     return Client(trusted=[int(each) for each in trusted])
+
+
+def _level_of_program() -> int:
+    """Return the `stacklevel` at which the caller warns about the program's own line, which is outside of mpsd."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001 - documented, and inspect takes long to import
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}".startswith("mpsd."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _nearest(name: str) -> str:

@@ -3,6 +3,9 @@
 import contextlib
 import functools
 import importlib
+import inspect
+import operator
+import os
 import signal
 import threading
 import time
@@ -11,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
+from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
 from mpsd.client.ends import end_clients
@@ -85,15 +89,17 @@ class Pool(ProcessPoolExecutor):
                 "the lease of a pool is held by this process, for as many processes as the pool has workers",
                 hint=f"leave out {min(odd)}",
             )
+        max_workers, gpus = operator.index(max_workers), request.get("gpus")
         workers = Workers()
         super().__init__(max_workers, workers, initializer, initargs, max_tasks_per_child=max_tasks_per_child)
-        request["processes"] = -(-max_workers // (request.get("gpus") or 1))
+        request["processes"] = -(-max_workers // (gpus if isinstance(gpus, int) and gpus > 0 else 1))
         self.lease = Lease(**request).open(sets_environment=False)
         """The lease of the workers."""
         workers.environments = self.lease.environments or workers.environments
         self._knowledge = _Knowledge(self.lease, workers.all)
         self._release = weakref.finalize(self, _release_in_background, self._knowledge)
         self._release.atexit = False  # the lease ends with this process
+        self._maker = os.getpid()
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a worker call a function, as ProcessPoolExecutor does."""
@@ -115,6 +121,14 @@ class Pool(ProcessPoolExecutor):
             self._release()  # once, as all calls of it
         elif released := self._release():
             released.join()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Shut down, after what was submitted; on KeyboardInterrupt at once, as `end` does."""
+        if isinstance(error, KeyboardInterrupt) and self._maker == os.getpid():
+            self.end()
+        return super().__exit__(kind, error, traceback)
 
     def end(self) -> None:
         """End the workers and the lease at once: mpsd ends their work on the GPU, which spares their neighbours."""
@@ -198,6 +212,7 @@ def _why(lease: Lease, workers: Sequence[Worker]) -> str:
     gone = [each for each in workers if _status(each)]  # the executor ends the others by SIGTERM
     gone = [each for each in gone if each.exitcode != -signal.SIGTERM] or gone
     said = ", and ".join(f"process {each.pid} {_ended(each.exitcode)}" for each in gone)
+    said = said or "no worker exited with another status than 0, as after an initializer that failed"
     try:
         facts = [*dict.fromkeys(_facts(lease, {each.pid for each in workers}))]
     except MpsdError as error:
@@ -260,10 +275,14 @@ def process(**request: Unpack[Options]) -> Callable[[Callable[P, T]], Callable[P
     calls in several threads run at once. The function is found by its name, in a module or in the program, and its
     arguments and its result are pickled, as for Pool. An exception of the function is raised here, with its traceback
     as the cause; a process that is gone without a result raises BrokenProcessPool. An exception of the waiting thread,
-    such as KeyboardInterrupt, ends the process. Raises the errors of `Lease.open`, before anything ran.
+    such as KeyboardInterrupt, ends the process. Raises the errors of `Lease.open`, before anything ran; the decorator
+    raises those of `mpsd.lease`, and TypeError for a coroutine function, or for a thing without a name, as a `partial`.
     """
+    Lease(**request)  # a mistake in the arguments is one of this line, and not of some later call
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        if not hasattr(function, "__qualname__") or inspect.iscoroutinefunction(function):
+            raise TypeError(f"@mpsd.process is for a function that has a name and is no coroutine, not {function!r}")
         place = function.__module__, function.__qualname__
         _functions[place] = function
 

@@ -1,7 +1,8 @@
 """What a program requests of a lease, as keyword arguments: the fields of the API, and the notations of mpsctl."""
 
 from collections.abc import Mapping
-from typing import Literal, TypedDict
+from math import isfinite
+from typing import Literal, TypedDict, cast
 
 
 class Request(TypedDict, total=False):
@@ -14,8 +15,8 @@ class Request(TypedDict, total=False):
     """The part of one GPU's threads and memory: 0.25, `25%` or `1/4`."""
     threads: float | str
     """Percent of the GPU's threads: 25, or `25%`."""
-    memory: int | str
-    """Device memory: bytes, or `8GiB`."""
+    memory: float | str
+    """Device memory: bytes, such as `4e9`, or `8GiB`."""
     gpu: int | str
     """The GPU: its index, `gpu0`, its UUID, or `any`."""
     gpus: int
@@ -41,17 +42,23 @@ class Request(TypedDict, total=False):
 def body(options: Mapping[str, object]) -> dict[str, object]:
     """Return a request as the API has it, without what is None; `wait` and `ttl` are seconds.
 
-    Raises InvalidRequestError for a text in no valid notation, and for a duration that is none.
+    Raises InvalidRequestError for a text in no valid notation, and for an amount or a duration that is none.
     """
+    from mpsd.core.errors import InvalidRequestError
     from mpsd.core.units import parse_fraction, parse_percentage, parse_span, parse_wait
 
     asked = {name: value for name, value in options.items() if value is not None}
     for name, parse in (("fraction", parse_fraction), ("threads", parse_percentage)):
         if isinstance(value := asked.get(name), str):
             asked[name] = parse(value)
+    for name in ("fraction", "threads", "memory"):
+        if isinstance(value := asked.get(name), float) and not isfinite(value):
+            raise InvalidRequestError(f"{name} is {value}, which is no amount", hint="give a finite number", limit=name)
+    if isinstance(value := asked.get("memory"), float):
+        asked["memory"] = int(value)
     for name, seconds_of in (("wait", parse_wait), ("ttl", parse_span)):
-        if isinstance(value := asked.get(name), str | int | float):
-            asked[name] = seconds_of(value)
+        if name in asked:
+            asked[name] = seconds_of(cast("float | str", asked[name]))
     if isinstance(value := asked.get("gpu"), int):
         asked["gpu"] = f"{value}"
     if isinstance(value := asked.get("labels"), Mapping):

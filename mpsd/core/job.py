@@ -40,7 +40,7 @@ def visible(text: str | None, gpus: Sequence[JobGpu], *, by_bus: bool) -> list[J
             f"CUDA_VISIBLE_DEVICES is {text.strip()!r}, so that the job may see no GPU", hint=_NO_GPU, limit="gpus"
         )
     else:
-        found = _named(text, gpus)
+        found = _named("CUDA_VISIBLE_DEVICES", text, gpus)
         if any(each.strip().isdecimal() for each in text.split(",")) and not by_bus and _differ(gpus):
             raise InvalidRequestError(
                 f"CUDA_VISIBLE_DEVICES is {briefly(text)}, and the GPUs here differ, so that numbers depend on"
@@ -57,7 +57,7 @@ def _differ(gpus: Sequence[JobGpu]) -> bool:
     return len({each.name for each in gpus}) > 1
 
 
-def _named(text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
+def _named(source: str, text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
     by_index = {each.index: each for each in gpus}
     found = []
     for each in filter(None, map(str.strip, text.split(","))):
@@ -69,8 +69,12 @@ def _named(text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
             )
         index = gpu_names.find(each, [(gpu.index, gpu.uuid) for gpu in gpus])
         if index is None:
-            detail, hint = gpu_names.unknown(each, [(gpu.index, gpu.uuid) for gpu in gpus])
-            raise InvalidRequestError(detail, hint=hint, limit="gpus")
+            numbers = ", ".join(f"{gpu.index}" for gpu in gpus)
+            raise InvalidRequestError(
+                f"{source} names {briefly(each)}, and the job may see no such GPU",
+                hint=f"choose {numbers}, or a UUID: nvidia-smi -L" if gpus else _NO_GPU,
+                limit="gpus",
+            )
         found.append(by_index[index])
     return list(dict.fromkeys(found))
 
@@ -83,7 +87,7 @@ def chosen(text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
     if text == "all":
         return [*gpus]
     if not text.isdecimal():
-        return _named(text, gpus)
+        return _named("--gpus", text, gpus)
     if not 1 <= int(text) <= len(gpus):
         raise InvalidRequestError(
             f"--gpus {briefly(text)} is not from 1 to {len(gpus)}, the number of GPUs that the job may see",
@@ -132,6 +136,7 @@ def share(ranks: int | None, *, threads: float | None, memory: str | None, even:
         if threads is None:
             return {"fraction": 1.0, "processes": "any"}
         return {"threads": threads, "memory": _whole(free), "processes": "any"}
+    each = 0 if memory is None else parse_size(memory)
     if ranks is None:
         raise InvalidRequestError(
             "the number of ranks is not known, and equal parts depend on it",
@@ -140,7 +145,7 @@ def share(ranks: int | None, *, threads: float | None, memory: str | None, even:
         )
     if even:
         return {"fraction": 1.0, "processes": ranks}
-    each, percent = parse_size(f"{memory}"), min(floor(1000 / ranks) / 10, 100.0) if threads is None else threads
+    percent = min(floor(1000 / ranks) / 10, 100.0) if threads is None else threads
     if percent * ranks > 100:  # noqa: PLR2004 - percent
         raise InvalidRequestError(
             f"{_ranks(ranks)} on a GPU with {percent:g} % each are more than its threads, and with --memory their parts"

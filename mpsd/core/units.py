@@ -111,7 +111,7 @@ def parse_duration(value: str | float, *, zero: bool = False) -> float:
     """
     try:
         seconds = _seconds(value) if not isinstance(value, bool) else -1.0
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):  # a program may give anything
         seconds = -1.0
     if not (0 < seconds < float("inf") or (zero and seconds == 0)):
         raise InvalidRequestError(
@@ -131,7 +131,7 @@ def parse_span(value: str | float, *, zero: bool = False) -> float:
 
 def parse_wait(value: str | float) -> float:
     """Return how long a request may wait, by `parse_span`; `forever`, and an infinite number, are infinite."""
-    if value in {"forever", inf}:
+    if value == "forever" or value == inf:  # noqa: PLR1714 - a set has no place for a list
         return inf
     try:
         return parse_span(value, zero=True)

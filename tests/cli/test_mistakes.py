@@ -362,6 +362,12 @@ def test_valid_values(node: Node, body: dict[str, object], hint: str) -> None:
     assert answer.json["hint"].startswith(hint)
 
 
+def test_a_number_that_is_not_whole(node: Node) -> None:
+    """A refused number is told apart from the numbers that are valid."""
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpus": 1.5})
+    assert answer.json["detail"] == "gpus must be a whole number, not a decimal number"
+
+
 @pytest.mark.root("call as another user")
 def test_a_lease_for_another_user(node: Node) -> None:
     """A user who names another one reads the option to leave out."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -51,7 +52,7 @@ def test_environment(client: Client, node: Node, monkeypatch: pytest.MonkeyPatch
         assert (lease.holder, lease.is_held_here, there["owner"]["pid"]) == (os.getpid(), True, os.getpid())
         assert mpsd.current() is lease
     assert dict(os.environ) == before
-    assert (lease.state, lease.is_held_here) == ("ended", False)
+    assert (lease.state, lease.is_held_here, f"{lease}") == ("ended", False, f"<mpsd.Lease {lease.id}: ended>")
     assert found(node, lease.id)["because"].endswith("released it")
 
 
@@ -64,10 +65,16 @@ def test_exceptions(client: Client, node: Node) -> None:
 
 
 def test_refusals(client: Client, node: Node) -> None:
-    """A refusal of mpsd is its error, and leaves the environment; no other argument turns it into the whole GPU."""
+    """A refusal of mpsd is its error, and leaves the environment; no other argument turns it into the whole GPU.
+
+    Its traceback ends close to the program, without the way of the request to mpsd.
+    """
     before = dict(os.environ)
-    with pytest.raises(NeverFitsError), mpsd.lease(threads=10, memory="900TiB", client=client, otherwise="whole-gpu"):
+    lease = mpsd.lease(threads=10, memory="900TiB", client=client, otherwise="whole-gpu")
+    with pytest.raises(NeverFitsError) as error, lease:
         pytest.fail("it was granted")
+    shown = [Path(f"{each.path}").name for each in error.traceback]
+    assert shown == ["test_lease.py", "lease.py", "lease.py", "lease.py"]
     assert (dict(os.environ), node.leases()) == (before, [])
 
 
@@ -80,6 +87,9 @@ def test_refusals(client: Client, node: Node) -> None:
         pytest.param({"wait": -1}, "-1 is not a duration", id="negative"),
         pytest.param({"ttl": "12000d"}, "longer than", id="ttl"),
         pytest.param({"otherwise": "cpu"}, "otherwise is 'cpu'", id="otherwise"),
+        pytest.param({"wait": timedelta(minutes=10)}, "is not a duration", id="timedelta"),
+        pytest.param({"wait": ["10m"]}, r"\['10m'\] is not a duration", id="list"),
+        pytest.param({"fraction": float("nan")}, "fraction is nan, which is no amount", id="nan"),
     ],
 )
 def test_invalid_values(options: dict[str, Any], said: str) -> None:
@@ -93,6 +103,19 @@ def test_unknown_arguments() -> None:
     """An argument that is misspelled is an error of Python, with the one that was meant."""
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'fractoin'\. Did you mean 'fraction'\?"):
         mpsd.lease(fractoin=0.25)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [{"client": "/run/s"}, {"client": mpsd.AsyncClient()}, {"on_ending": "print"}])
+def test_arguments_that_are_no_values(options: dict[str, Any]) -> None:
+    """What is no client, or no function, is an error of Python that names the argument, before a lease is taken."""
+    with pytest.raises(TypeError, match=rf"{next(iter(options))} is an? .*, not "):
+        mpsd.lease(fraction=0.25, **options)
+
+
+def test_a_number_of_bytes(client: Client) -> None:
+    """Memory may be a Python number such as 4e9."""
+    with mpsd.lease(threads=10, memory=4e9, client=client) as lease:
+        assert lease.memory == 4_000_317_440  # whole MiB
 
 
 def test_several_gpus(client: Client) -> None:

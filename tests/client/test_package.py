@@ -8,6 +8,7 @@ from textwrap import dedent
 import pytest
 
 import mpsd
+from mpsd.core.errors import NeverFitsError
 from tests.cli.conftest import ROOT
 
 
@@ -44,14 +45,24 @@ def test_a_name_that_is_not_there() -> None:
         mpsd.Cleint  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_the_errors_are_a_module() -> None:
+    """The errors may be imported by their names, and are those that mpsd raises."""
+    assert "mpsd.errors" in imported("import mpsd.errors; from mpsd.errors import NeverFitsError")
+    assert mpsd.errors.NeverFitsError is NeverFitsError
+
+
 PROGRAM = """
 import mpsd
+from mpsd.errors import NeverFitsError
 
 def ask(api: mpsd.Client) -> int:
     try:
         lease = api.admit({"threads": 25})
     except mpsd.errors.DoesNotFitError as error:
         reveal_type(error.gpu)
+        raise
+    except NeverFitsError as error:
+        reveal_type(error.limit)
         raise
     reveal_type(lease["env"])
     reveal_type(api.verify(lease["id"])["violations"])
@@ -80,6 +91,7 @@ def test_types(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     found = [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("program.py")]
     assert found == [
+        'note: Revealed type is "str | None"',
         'note: Revealed type is "str | None"',
         'note: Revealed type is "dict[str, str]"',
         'note: Revealed type is "list[str]"',

@@ -1,5 +1,6 @@
 """`mpsd.Pool`: workers share one lease from their first instruction to their last, whatever process is killed."""
 
+import functools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mpsd
 from tests.cli.conftest import ROOT
 from tests.client.scripts import Script, told, wait_until_free, wait_until_gone
 from tests.daemon.conftest import Start
@@ -90,14 +92,17 @@ def test_refusals(node: Node, short_tmp: Path) -> None:
         short_tmp,
         node,
         """
-        for options in ({"fraction": 2}, {"processes": 3}, {"pid": 1}, {"max_tasks_per_child": 0}):
+        wrong = ({"fraction": 2}, {"processes": 3}, {"pid": 1}, {"gpus": "two"}, {"max_tasks_per_child": 0})
+        for options in (*wrong, {"max_workers": "2"}):
             try:
-                mpsd.Pool(2, **{"fraction": 0.5, **options})
+                mpsd.Pool(**{"max_workers": 2, "fraction": 0.5, **options})
             except Exception as error:
-                tell(type(error).__name__)
+                tell(type(error).__name__, str(error))
         """,
     )
-    assert answers == [*3 * [["InvalidRequestError"]], ["ValueError"]]
+    kinds = [kind for kind, _ in answers]
+    assert kinds == [*4 * ["InvalidRequestError"], "ValueError", "TypeError"]
+    assert answers[-1][1] == "'str' object cannot be interpreted as an integer"
     assert not node.leases()
 
 
@@ -147,6 +152,35 @@ def test_a_worker_is_killed(node: Node, short_tmp: Path, *, is_released: bool) -
         assert script.hear()[1].endswith(known)
         assert script.hear() == [said]
         assert script.end()[0] == 0
+    assert not node.leases()
+
+
+def test_an_initializer_fails(node: Node, short_tmp: Path) -> None:
+    """The workers then exit without an error of theirs, and the error of the pool says so."""
+    text = """
+        with mpsd.Pool(1, fraction=0.5, initializer=os.open, initargs=("no-file", 0)) as pool:
+            tell(str(pool.submit(abs, 1).exception()))
+        """
+    with Script(short_tmp, node, text) as script:
+        (said,) = script.hear()
+    assert "What is known: no worker exited with another status than 0, as after an initializer that failed;" in said
+
+
+def test_an_interrupt(node: Node, short_tmp: Path) -> None:
+    """Ctrl-C in the block ends the work that was submitted, and the lease, at once."""
+    text = """
+        try:
+            with mpsd.Pool(1, fraction=0.5) as pool:
+                [each.result() for each in [pool.submit(wait), pool.submit(wait)]]
+        except KeyboardInterrupt:
+            tell(pool.lease.state)
+        """
+    with Script(short_tmp, node, text, before=BEFORE) as script:
+        (pid,) = script.hear()
+        script.process.send_signal(signal.SIGINT)
+        assert script.hear() == ["ended"]
+        assert script.end()[0] == 0
+        wait_until_gone(pid)
     assert not node.leases()
 
 
@@ -255,12 +289,18 @@ def test_without_mpsd(short_tmp: Path) -> None:
     text = """
         import warnings
         with warnings.catch_warnings(record=True) as said, mpsd.Pool(1, fraction=0.5, otherwise="whole-gpu") as pool:
-            tell(pool.submit(os.getenv, "MPSD_LEASE").result(), pool.lease.is_whole_gpu, len(said))
+            tell(pool.submit(os.getenv, "MPSD_LEASE").result(), pool.lease.is_whole_gpu)
+            tell([each.filename == __file__ for each in said])
         """
-    assert told(short_tmp, None, text) == [[None, True, 1]]
+    assert told(short_tmp, None, text) == [[None, True], [[True]]]
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
+
+
+async def coroutine() -> None:
+    """Do nothing."""
+
 
 FUNCTIONS = """
 @mpsd.process(fraction="25%", wait=20)
@@ -335,6 +375,13 @@ def test_functions_are_refused(node: Node, short_tmp: Path) -> None:
         before=FUNCTIONS,
     )
     assert answers == [["invalid_request", False], ["invalid_request", True]]
+    for odd in (coroutine, functools.partial(print, 1)):
+        with pytest.raises(
+            TypeError, match=r"@mpsd\.process is for a function that has a name and is no coroutine, not"
+        ):
+            mpsd.process(fraction=0.25)(odd)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'wiat'\. Did you mean 'wait'\?"):
+        mpsd.process(fraction=0.25, wiat="10m")  # type: ignore[call-arg]
     assert not node.leases()
 
 

@@ -29,7 +29,7 @@ def test_visible(text: str | None, indices: list[int]) -> None:
         ("-1", "the job may see no GPU"),
         ("NoDevFiles", "the job may see no GPU"),
         ("MIG-7", "mpsd supervises whole GPUs"),
-        ("4", "there is no GPU '4'"),
+        ("4", "CUDA_VISIBLE_DEVICES names '4', and the job may see no such GPU"),
         (",", "there is no GPU for the job"),
     ],
 )
@@ -54,7 +54,7 @@ def test_chosen(text: str, indices: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["0", "5", "7,", "x"])
 def test_chosen_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match="--gpus"):
         job.chosen(text, GPUS)
 
 
@@ -93,6 +93,8 @@ def test_share() -> None:
     for refused in ({"even": True}, {"memory": "1GiB"}):
         with pytest.raises(InvalidRequestError, match="the number of ranks is not known"):
             share(None, **refused)
+    with pytest.raises(InvalidRequestError, match="'much'"):
+        share(None, memory="much")
     with pytest.raises(InvalidRequestError, match=r"8 ranks on a GPU with 25 % each"):
         share(8, memory="1GiB", threads=25.0)
     with pytest.raises(InvalidRequestError, match=r"8 ranks on a GPU with 11GiB each"):

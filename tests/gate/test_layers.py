@@ -11,7 +11,8 @@ from typing import Final
 from tests.gate.source import ROOT, Import, Module, imports, modules
 
 MAY_IMPORT: Final = {
-    "__init__": "core client",  # the public names, each at its first use
+    "__init__": "core client errors",  # the public names, each at its first use
+    "errors": "core",
     "core": "core",
     "system": "core system",
     "daemon": "core system client daemon",  # of client, the types of answers: see below
@@ -108,6 +109,7 @@ MAY_IMPORT_MORE: Final = {
 
 LIBRARIES: Final = {
     "__init__": "",
+    "errors": "",
     "core": "msgspec",  # limited by CORE_LIBRARY
     "system": "msgspec psutil pynvml structlog tenacity",
     "daemon": "httptools msgspec prometheus_client structlog",

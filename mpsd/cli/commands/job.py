@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -64,8 +63,10 @@ _ATTEMPTS: Final = 5
     metavar="DURATION",
     help="Time in which all ranks must have come and be verified.  [default: 60s]",
 )
-@click.option("--simulate", type=click.IntRange(1, 64), hidden=True)
-@click.option("--control", hidden=True)
+@click.option(
+    "--simulate", cls=Single, type=click.IntRange(1, 64), metavar="N", help="Try it without a GPU: simulate N of them."
+)
+@click.option("--control", cls=Single, metavar="PROGRAM", help="The control program.  [default: NVIDIA's]")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def job(
@@ -180,4 +181,4 @@ def _whole(api: Client, options: dict[str, object], variables: dict[str, str]) -
 
 def _names_mpsctl(command: Sequence[str]) -> bool:
     """Tell whether a launcher starts its ranks by `mpsctl job`, as far as its command line shows."""
-    return any(os.path.basename(one) == "mpsctl" and other == "job" for one, other in pairwise(command))  # noqa: PTH119 - of any bytes
+    return "mpsctl job" in " ".join(" ".join(command).split())  # also within `sh -c "... mpsctl job ..."`

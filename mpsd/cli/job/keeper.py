@@ -181,11 +181,12 @@ class Keeper:
     def _times(self) -> Iterator[float]:
         """Yield the times at which something is due."""
         yield from self._service.times
-        for place_in_line, group in enumerate(self._groups):
-            if group.phase in {"coming", "leaving"} and place_in_line == 0:
-                yield group.until
-            if group.phase in {"probing", "running"}:
-                yield min(group.next_look, group.until) if group.phase == "probing" else group.next_look
+        first = self._first()
+        if first is not None:
+            yield first.until
+        for group in self._groups:
+            if group.phase == "running" or (group.phase == "probing" and _have_probed(group)):
+                yield group.next_look
 
     def _hear(self, member: _Member) -> None:
         while (message := member.channel.hear()) is not None:
@@ -227,6 +228,7 @@ class Keeper:
                     f"rank {member.rank} (pid {member.pid}) ended before all {group.size} ranks were ready",
                     hint="the launcher, or the output of that rank, says why it ended",
                 ),
+                come=member.rank,
             )
 
     # -- groups --------------------------------------------------------------------------------------------------------
@@ -263,7 +265,9 @@ class Keeper:
         if self._options is not None and (odd := _differing(self._options, request["options"])):
             raise JobFailedError(
                 f"the ranks of the job differ in {odd}",
-                hint=_SAME_GPUS if odd == "CUDA_VISIBLE_DEVICES" else "start all ranks by the same command",
+                hint=_SAME_GPUS
+                if odd == "CUDA_VISIBLE_DEVICES"
+                else "start all ranks by the same command, with all options in the outermost mpsctl job",
             )
         group = self._coming()
         if request["outer"] or group is None:
@@ -334,7 +338,7 @@ class Keeper:
             case "coming" if len(group.members) == group.size and self._service.is_ready:
                 group.phase = "probing" if self._offer(group) else "leaving"
                 group.next_look = now
-            case "probing" if all(each.probe is not None for each in group.members):
+            case "probing" if _have_probed(group):
                 if group.next_look <= now and self._are_verified(group):
                     group.phase = "leaving"
                     for member in group.members:
@@ -487,6 +491,10 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 def _numbers(group: _Group) -> set[int]:
     return {each.rank for each in group.members}
+
+
+def _have_probed(group: _Group) -> bool:
+    return all(each.probe is not None for each in group.members)
 
 
 def _rank_of(pid: int, group: _Group) -> int | str:

@@ -1,8 +1,9 @@
 """The directory of a job on a node: whose it is, who may start the keeper in it, and the removal of dead ones.
 
-It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, and has mode 0700. Where all users may write, any of them can make one with
-its name first: it is used only if it belongs to this user, and no link is followed. The keeper holds a lock on it while
-it lives. The kernel releases that lock, so that a directory without one belongs to no living job.
+It is in XDG_RUNTIME_DIR, TMPDIR or /tmp, the first that is writable and short enough, and has mode 0700. Where all
+users may write, any of them can make one with its name first: it is used only if it belongs to this user, and no link
+is followed. The keeper holds a lock on it while it lives. The kernel releases that lock, so that a directory without
+one belongs to no living job.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from socket import AF_UNIX, SOCK_SEQPACKET, socket
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
+from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME
 
 SOCKET: Final = "job"
 """The socket of the keeper, in the directory."""
@@ -26,7 +28,10 @@ LOG: Final = "keeper.log"
 
 _PREFIX: Final = "mpsd-job"
 
-_ELSEWHERE: Final = "set TMPDIR to a directory of your own on a local file system"
+_LONGEST: Final = f"mpsd/run/mps/gpu99/{LONGEST_SOCKET_NAME}"
+"""The longest path of a socket in the directory; the kernel limits its length."""
+
+ELSEWHERE: Final = "set TMPDIR to a directory of your own on a local file system"
 
 _PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.2
@@ -37,13 +42,19 @@ _START: Final = 30.0
 def directory(job: str, variables: Mapping[str, str]) -> Path:
     """Return the directory of a job, by what its ranks have in common. Raises ConfigurationError."""
     digest = hashlib.blake2s(job.encode(errors="surrogateescape"), digest_size=6).hexdigest()
-    return _base(variables) / f"{_PREFIX}-{os.geteuid()}-{digest}"
+    name = f"{_PREFIX}-{os.geteuid()}-{digest}"
+    return _base(variables, CONTROL_PATH_BYTES - len(f"/{name}/{_LONGEST}")) / name
 
 
-def _base(variables: Mapping[str, str]) -> Path:
-    """Return the directory for those of jobs. XDG_RUNTIME_DIR may be that of another machine: Slurm passes it on."""
+def _base(variables: Mapping[str, str], most: int) -> Path:
+    """Return the directory for those of jobs, of at most so many bytes.
+
+    XDG_RUNTIME_DIR may be that of another machine: Slurm passes it on.
+    """
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         base = variables.get(name, "")
+        if len(os.fsencode(base)) > most:
+            continue
         if os.path.isabs(base) and os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK):  # noqa: PTH117, PTH112 - of any bytes
             return Path(base)
     return Path("/tmp")  # noqa: S108 - see `_claim`
@@ -75,13 +86,13 @@ def join(path: Path, start: Callable[[Path, int], None]) -> socket:
 
 
 def connect(path: Path) -> socket | None:
-    """Connect to the keeper in a directory of this user; None where none listens."""
+    """Connect to the keeper in a directory of this user; None where none listens, or the directory is another's."""
     connection = socket(AF_UNIX, SOCK_SEQPACKET)
     try:
         if _is_own(os.lstat(path)):
             connection.connect(os.fspath(path / SOCKET))
             return connection
-    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError, PermissionError):
         pass
     connection.close()
     return None
@@ -107,7 +118,7 @@ def _claim(path: Path) -> int | None:
         except OSError as error:
             if isinstance(error, FileExistsError):
                 raise
-            raise ConfigurationError(f"{path} cannot be made: {error.strerror}", hint=_ELSEWHERE) from None
+            raise ConfigurationError(f"{path} cannot be made: {error.strerror}", hint=ELSEWHERE) from None
     return _locked(path)
 
 
@@ -140,7 +151,7 @@ def _locked(path: Path) -> int | None:
 def _not_own(path: Path) -> ConfigurationError:
     return ConfigurationError(
         f"{path} is not a directory that belongs to uid {os.geteuid()} alone, so the job does not use it",
-        hint=_ELSEWHERE,
+        hint=ELSEWHERE,
     )
 
 

@@ -113,6 +113,8 @@ class Service:
         said = (self._directory / place.LOG).read_text(errors="replace").splitlines()
         detail = next((each for each in reversed(said) if each.startswith("mpsd: ")), "")
         hint = next((each for each in reversed(said) if each.startswith("  hint: ")), "")
+        if not detail and not os.statvfs(self._directory).f_bavail:
+            return JobFailedError(f"there is no space left in {self._directory.parent}", hint=place.ELSEWHERE)
         if was_ready or not detail:
             return JobFailedError(
                 f"the job's own mpsd ended unexpectedly, with status {status}, and its control daemons with it",

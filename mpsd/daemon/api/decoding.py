@@ -114,7 +114,7 @@ _IN_WORDS: Final[Mapping[str, Callable[[str], str]]] = {
     "counted": _COUNTED.__getitem__,
     "pattern": lambda pattern: _shown(pattern.replace(r"\\", "\\")),
     "wanted": _types,
-    "got": _types,
+    "got": lambda name: _types(name).replace("a number", "a decimal number"),
     "unknown": briefly,
 }
 """The parts of these messages that are said in other words."""

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from tests import real
 from tests.cli.job.conftest import LATE, LAUNCHERS, Job
 from tests.harness import look_at, wait_until
 from tests.node import Node
+from tests.tools import lacking
 
 
 def test_around_the_launcher(job: Job) -> None:
@@ -133,7 +135,7 @@ def test_lease_of_the_environment(job: Job, make_node: Callable[..., Node]) -> N
     ("arguments", "variables", "sentence"),
     [
         (["--simulate", "4"], {}, "the job may see 4 GPUs, and a program under MPS uses one of them"),
-        (["--simulate", "2"], {"CUDA_VISIBLE_DEVICES": "7"}, "there is no GPU '7'"),
+        (["--simulate", "2"], {"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES names '7'"),
         (["--simulate", "1", "--share", "even"], {}, "the number of ranks is not known"),
         (["--control", "/no/control"], {}, "'/no/control'"),
         ([], {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}, "Slurm does not say how many ranks are on this node"),
@@ -150,6 +152,24 @@ def test_refusals(job: Job, arguments: list[str], variables: dict[str, str], sen
 
 def test_command_is_not_found(job: Job) -> None:
     assert job.start("--simulate", "1", command=("no-such-program",)).process.wait(LATE) == 127
+
+
+@pytest.mark.thorough
+def test_full_directory(job: Job) -> None:
+    """The sentence says what is missing, though nothing can be written to the log."""
+    full = job.directory / "full"
+    full.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", full], check=False).returncode:
+        lacking("mounting is not allowed here")
+    try:
+        with (full / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        assert job.start("--simulate", "1", variables={"TMPDIR": f"{full}"}).process.wait(LATE) == 1
+        assert f"there is no space left in {full}" in job.said
+        wait_until(lambda: not job.processes(), what="the keeper to end")
+    finally:
+        subprocess.run(["umount", full], check=True)
 
 
 @pytest.mark.thorough

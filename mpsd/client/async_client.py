@@ -23,7 +23,7 @@ from mpsd.client import waiting
 from mpsd.client.async_routes import AsyncRoutes
 from mpsd.client.client import Client
 from mpsd.client.request import Request, body
-from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+from mpsd.core.errors import MpsdError, NotFoundError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -71,7 +71,8 @@ class AsyncClient(AsyncRoutes):
             await self._to_the_end(lambda client: client.release(lease["id"]))
             raise
         error = await self._to_the_end(lambda client: client.release(lease["id"]))
-        if error is not None and not isinstance(error, UnreachableError | StoppingError):
+        # A lease that is not found has ended, as by a first request that an mpsd which was ended did not answer.
+        if error is not None and not isinstance(error, UnreachableError | StoppingError | NotFoundError):
             raise error
 
     async def _to_the_end(self, call: Callable[[Client], object]) -> MpsdError | None:

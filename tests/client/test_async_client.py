@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 from textwrap import dedent
@@ -13,8 +14,9 @@ import pytest
 import mpsd.client.async_client
 from mpsd import AsyncClient
 from mpsd.client.connection import MOST_IDLE
-from mpsd.core.errors import DoesNotFitError
+from mpsd.core.errors import DoesNotFitError, NotFoundError
 from tests.cli.conftest import ROOT
+from tests.daemon.conftest import Start
 from tests.harness import eventually
 from tests.node import Node
 
@@ -98,6 +100,21 @@ def test_a_block_that_is_cancelled(node: Node) -> None:
     for times in (1, 2, 3):
         asyncio.run(cancelling(times))
         assert node.leases() == []
+
+
+def test_a_lease_that_mpsd_has_forgotten(make_node: Start) -> None:
+    """A block ends without an error where its lease has ended already, and an mpsd started since does not know it."""
+    node = make_node(simulate=1).start()
+
+    async def block() -> None:
+        async with AsyncClient(str(node.socket)) as client, client.leased(**SMALL) as lease:
+            await client.release(lease["id"])
+            node.end(signal.SIGTERM)
+            node.start()
+            with pytest.raises(NotFoundError):
+                await client.lease(lease["id"])
+
+    asyncio.run(block())
 
 
 def test_a_wait_that_is_cancelled(node: Node) -> None:

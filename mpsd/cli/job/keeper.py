@@ -172,7 +172,8 @@ class Keeper:
         found = dict(poll.poll(left))
         if self._listener.fileno() in found:
             self._members.append(_Member(self._listener.accept()[0]))
-            self._idle_at = 0.0
+            if not self._missing:
+                self._idle_at = 0.0
         try:
             self._service.heed()
         except MpsdError as error:
@@ -259,8 +260,10 @@ class Keeper:
     def _group_of(self, request: Message) -> _Group:
         if self._broken is not None:
             raise self._broken
-        if self._failed is not None and request["rank"] in self._missing:
+        if self._failed is not None and request["rank"] in self._missing and time.monotonic() < self._idle_at:
             self._missing.discard(request["rank"])
+            if not self._missing:
+                self._idle_at = 0.0
             raise self._failed
         if self._options is not None and (odd := _differing(self._options, request["options"])):
             raise JobFailedError(

@@ -234,8 +234,9 @@ def test_rank_that_differs(job: Job) -> None:
 @pytest.mark.thorough
 def test_rank_that_dies_early(job: Job) -> None:
     """None starts where one ended before all were ready."""
-    first, second = (job.start("--simulate", "1", variables=LAUNCHERS["Slurm"]("j", rank, 3)) for rank in (0, 1))
-    wait_until(lambda: job.processes("mpsd job"), what="the private mpsd to start")
+    first = job.start("--simulate", "1", variables=LAUNCHERS["Slurm"]("j", 0, 3))
+    wait_until(lambda: job.processes("mpsd job"), what="the private mpsd to start, once this rank has come")
+    second = job.start("--simulate", "1", variables=LAUNCHERS["Slurm"]("j", 1, 3))
     first.kill()
     assert second.process.wait(LATE) == 1
     assert "ended before all 3 ranks were ready" in job.said

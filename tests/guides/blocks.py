@@ -26,7 +26,8 @@ DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "tests/README.md"}
 
 NEEDS: Final = {
     "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests[./]gpu\b",
-    "a launcher": r"\bmpirun\b|\btorchrun\b",
+    "a launcher": r"\bmpirun\b|\bsrun\b|\btorchrun\b",
+    "Slurm": r"\bsbatch\b|^mpsctl slurm\b",
     "a control group": r"--cgroup\b|--unit\b|--group\b",
     "an index of packages": r"^(?:pip|uv pip) ",
     "root": r"^(?:sudo|apt) ",
@@ -37,8 +38,8 @@ NEEDS: Final = {
 }
 """Conditions that a test's machine lacks, or that a test must not change on it, with a command that needs each.
 
-tests/container, tests/systemd and tests/launchers run such commands: with containers, on a machine of their own, and
-under launchers.
+tests/container, tests/systemd, tests/launchers and tests/slurm run such commands: with containers, on a machine of
+their own, under launchers, and on a cluster of one node.
 """
 
 _FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

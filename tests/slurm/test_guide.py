@@ -66,8 +66,9 @@ def own_system(cluster: Cluster, node: Node) -> None:
     """Let the cluster's namespaces have an /etc and a /run of their own, and mpsctl among their programs."""
     place = cluster.place
     shutil.copytree("/etc", place / "all", symlinks=True, ignore_dangling_symlinks=True)
-    for each in ("mpsd", "slurm"):
-        (place / "all" / each).mkdir(exist_ok=True)
+    for each in ("mpsd", "slurm"):  # without what this machine has there
+        shutil.rmtree(place / "all" / each, ignore_errors=True)
+        (place / "all" / each).mkdir()
     binds = [
         (place / "all", "/etc"),
         *((place / "etc" / each, f"/etc/{each}") for each in ("slurm", "passwd", "group", "hosts")),

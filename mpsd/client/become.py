@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class Order(TypedDict):
-    """What the process is to become. Text that the kernel reads as bytes is in Latin-1, byte for byte."""
+    """The program that the process is to become. Text that the kernel reads as bytes is in Latin-1, byte for byte."""
 
     arguments: list[str]
     environment: dict[str, str]

@@ -44,7 +44,7 @@ _PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 class WholeGpuWarning(UserWarning):
-    """There is no mpsd on this machine, and the program goes on with the whole GPU, without limits, as it asked for."""
+    """There is no mpsd on this machine, and the program continues on the whole GPU, without limits, as asked."""
 
 
 class Options(Request, total=False):
@@ -67,7 +67,7 @@ class Verification(NamedTuple):
     """Whether the driver says that this process is under MPS; None where CUDA is not initialised here, or the driver
     does not say."""
     outside: "answer_types.Verify | None"
-    """The answer of mpsd; None for a program that goes on without a lease."""
+    """The answer of mpsd; None for a program that continues without a lease."""
     because: str
     """Both in a sentence."""
     is_verified: bool
@@ -131,7 +131,7 @@ class Lease:
         if unknown:
             raise TypeError(f"there is an unexpected keyword argument {min(unknown)!r}{_nearest(min(unknown))}")
         self.is_whole_gpu = False
-        """Whether this program goes on without a lease, with the whole GPU: see `otherwise`."""
+        """Whether this program continues without a lease, with the whole GPU: see `otherwise`."""
         self.answer: answer_types.Lease | None = None
         """The last answer of mpsd about the lease; None before it is open, and without mpsd."""
         self.environments: tuple[dict[str, str], ...] = ()
@@ -189,7 +189,7 @@ class Lease:
     def state(self) -> str:
         """`new` before it is open, then mpsd's own word, as far as it is known: `granted`, `active` or `ended`.
 
-        `whole-gpu` is that of a program that goes on without a lease.
+        `whole-gpu` is that of a program that continues without a lease.
         """
         if self.is_whole_gpu:
             return "whole-gpu"
@@ -307,7 +307,7 @@ class Lease:
             raise error
         self.is_whole_gpu, self._absent = True, error
         warnings.warn(
-            f"{error.detail}: this program goes on with the whole GPU, without limits",
+            f"{error.detail}: this program continues with the whole GPU, without limits",
             WholeGpuWarning,
             stacklevel=_level_of_program(),
         )

@@ -225,7 +225,7 @@ def test_without_mpsd(short_tmp: Path) -> None:
     with pytest.raises(UnreachableError, match="there is no socket") as error, mpsd.lease(fraction=0.5, client=client):
         pytest.fail("it was granted")
     assert 'otherwise="whole-gpu"' in error.value.hint
-    with pytest.warns(mpsd.WholeGpuWarning, match="goes on with the whole GPU, without limits") as warned:
+    with pytest.warns(mpsd.WholeGpuWarning, match="continues with the whole GPU, without limits") as warned:
         opened = mpsd.lease(fraction=0.5, client=client, otherwise="whole-gpu").open()
     assert [each.filename for each in warned] == [__file__]
     with contextlib.closing(opened) as lease:

@@ -1,4 +1,4 @@
-"""What the launcher of a job says to a rank in its environment: which rank it is, and of how many on this node.
+"""The words of a launcher to a rank, in its environment: which rank it is, and of how many on this node.
 
 Sources: srun(1) for Slurm, mpirun(1) and the variables of PMIx for Open MPI, hydra's own for MPICH (measured with 4.0),
 and torch.distributed.run for torchrun.

@@ -77,7 +77,7 @@ for each in passwd group hosts; do
 done
 mount --bind "$place/etc/slurm" "$root/etc/slurm"; mount --bind "$place/munge" "$root/run/munge"
 for each in {hierarchies}; do
-    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$place/cgroup/$each"
+    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$root$place/cgroup/$each"  # where slurmd sees it
 done
 """
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
@@ -25,6 +25,8 @@ HOOKS: Final = {"Prolog": "prolog", "Epilog": "epilog", "TaskProlog": "task-prol
 _DEADLINE: Final = 30.0
 
 _numbers = count(1)
+
+Start: TypeAlias = "Callable[..., contextlib.AbstractContextManager[Site]]"
 
 
 class Driven:
@@ -177,4 +179,4 @@ def site(
         remove_tree(place)
 
 
-__all__ = ["USERS", "Driven", "Site", "site", "start_service"]
+__all__ = ["USERS", "Driven", "Site", "Start", "site", "start_service"]

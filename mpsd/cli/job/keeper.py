@@ -77,7 +77,7 @@ class _Member:
         return rank
 
     def fail(self, error: MpsdError) -> None:
-        self.channel.tell(fail=error.detail, hint=error.hint)
+        self.channel.tell(fail=error.detail, hint=error.hint, code=error.code)
 
 
 @dataclass

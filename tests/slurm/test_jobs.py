@@ -52,25 +52,26 @@ def test_two_users_share_and_a_third_waits(site: Site) -> None:
 
 def test_a_job_that_lies_gets_no_more(site: Site) -> None:
     """A job that changes its variables, and one that drops all of them, stay what their control group is."""
-    with site.driven() as raised, site.driven() as bare:
+    with site.driven() as bare, site.driven() as raised:
         lie = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=70000M "
-        jobs = [
-            site.cluster.submit("ann", f"export {lie}\n{raised.script}", "--gres=mps:20"),
-            site.cluster.submit("ann", f"unset ${{!MPSD_*}}\nexport MPSD_LEASE=none\n{bare.script}", "--gres=mps:30"),
-        ]
-        answers = [raised.answer(), bare.answer()]
-        leases = [site.leases(job)[0] for job in jobs]
-        assert answers[1]["active_thread_percentage"] == 30
-        for lease, answer, driven in zip(leases, answers, (raised, bare), strict=True):
+        jobs, allocated = [], []
+        for driven, before, share in (
+            (bare, "unset ${!MPSD_*}\nexport MPSD_LEASE=none", 30),
+            (raised, f"export {lie}", 20),
+        ):
+            jobs.append(site.cluster.submit("ann", f"{before}\n{driven.script}", f"--gres=mps:{share}"))
+            answer = driven.answer()
+            assert answer["active_thread_percentage"] == 30
+            (lease,) = site.leases(jobs[-1])
             assert _clients(site, lease["id"]) == [answer["pid"]]
-            # The first could get as much as is open for the larger lease of its user: mpsd finds that, and tells.
-            driven.do(f"alloc {lease['pinned_device_mem_limit'] + GIB}")
+            allocated.append(driven.do(f"alloc {lease['pinned_device_mem_limit'] + GIB}")["ok"])
+        # The second gets what its user's larger lease opened before it came: mpsd finds that, and tells.
+        assert allocated == [False, True]
         wait_until(
-            lambda: site.node.get(f"/v1/leases/{leases[0]['id']}/verify").json["violations"],
-            what="the lie to be found",
+            lambda: site.node.get(f"/v1/leases/{lease['id']}/verify").json["violations"], what="the lie to be found"
         )
-        for each in (raised, bare):
-            each.tell("exit")
+        for driven in (bare, raised):
+            driven.tell("exit")
         for job in jobs:
             site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()

@@ -1,8 +1,9 @@
 """The programs of Slurm that the service and the health check call. Hooks call none of them."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
 from mpsd.slurm.node import NodeSeen
@@ -18,6 +19,30 @@ _MARKS: Final = "*~#!%$@^-+"
 _WIDTH: Final = 4000
 """Characters of an AdminComment that are read."""
 
+_TAKES: Final = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING"})
+"""The states of jobs that have started, and whose AdminComment scontrol changes: it refuses once they complete."""
+
+_ID: Final = 20
+_NAME: Final = 60
+_STATE: Final = 20
+
+_BETWEEN: Final = "\x1f"
+"""Stands between the fields of sacct: no comment has it."""
+
+_SLURMDBD: Final = "accounting_storage/slurmdbd"
+
+
+class Recorded(NamedTuple):
+    """The last run of a job, as slurmdbd has it."""
+
+    name: str
+    """By which sacctmgr knows this job alone, such as 17_3 or 17+0."""
+    started: int | None
+    """Seconds since 1970; None where slurmdbd does not know, or it has not started."""
+    is_over: bool
+    """Whether slurmctld has reported its end."""
+    admin_comment: str
+
 
 class SlurmPrograms:
     """One node of a cluster, through Slurm's programs. Every method raises UnreachableError where Slurm fails."""
@@ -25,7 +50,7 @@ class SlurmPrograms:
     def __init__(self, node: str, variables: Mapping[str, str]) -> None:
         """`variables` are those that name another configuration of Slurm, if any."""
         self.node = node
-        self._environment = process.environment(variables)
+        self._environment = process.environment({**variables, "SLURM_TIME_FORMAT": "%s"})
 
     def seen(self) -> NodeSeen:
         """Return the node's state."""
@@ -46,12 +71,54 @@ class SlurmPrograms:
         said = self._output("squeue", "--noheader", f"--nodelist={self.node}", "--states=all", "--format=%A|%T")
         return dict(each.partition("|")[::2] for each in said.splitlines())
 
-    def admin_comment(self, job: str) -> str:
-        said = self._output("squeue", "--noheader", f"--jobs={job}", f"--Format=admin_comment:{_WIDTH}").strip()
-        return "" if said in {"(null)", "N/A"} else said
+    def admin_comment(self, job: str) -> tuple[str, str] | None:
+        """Return the name by which scontrol knows this job alone, and its AdminComment; None where it has ended.
 
-    def set_admin_comment(self, job: str, text: str) -> None:
-        self._output("scontrol", "update", f"jobid={job}", f"admincomment={text}")
+        An array's last element has the id of the array, and the first component of a heterogeneous job the id of all:
+        by that, scontrol and sacctmgr change each of them.
+        """
+        fields = f"jobid:{_ID},jobarrayid:{_NAME},state:{_STATE},admin_comment:{_WIDTH}"
+        for line in self._output("squeue", "--noheader", f"--jobs={job}", f"--Format={fields}").splitlines():
+            found = [line[start:end].strip() for start, end in pairwise((0, _ID, _ID + _NAME, _ID + _NAME + _STATE))]
+            if found[0] == job and found[2] in _TAKES:
+                said = line[_ID + _NAME + _STATE :].strip()
+                return found[1], "" if said in {"(null)", "N/A"} else said
+        return None
+
+    def set_admin_comment(self, name: str, text: str) -> None:
+        self._output("scontrol", "update", f"jobid={name}", f"admincomment={text}")
+
+    def has_slurmdbd(self) -> bool:
+        """Tell whether slurmdbd keeps the accounts of jobs."""
+        for line in self._output("scontrol", "show", "config").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "AccountingStorageType":
+                return value.strip() == _SLURMDBD
+        return False
+
+    def recorded(self, jobs: Collection[str]) -> dict[str, Recorded]:
+        """Return what slurmdbd has of the last runs of jobs, by their ids."""
+        fields = "JobIDRaw,JobID,Start,End,AdminComment"
+        said = self._output(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--delimiter={_BETWEEN}",
+            f"--jobs={','.join(jobs)}", f"--format={fields}",
+        )  # fmt: skip
+        rows: list[list[str]] = []
+        for line in said.splitlines():
+            if line.count(_BETWEEN) >= fields.count(","):
+                rows.append(line.split(_BETWEEN, fields.count(",")))
+            elif rows:  # a comment of several lines
+                rows[-1][-1] += f"\n{line}"
+        return {
+            number: Recorded(name, int(start) if start.isdecimal() else None, end.isdecimal(), text)
+            for number, name, start, end, text in rows
+            if number in jobs
+        }
+
+    def record_admin_comment(self, name: str, text: str) -> None:
+        """Change the AdminComment of a job that has ended, in slurmdbd."""
+        change = ("modify", "job", f"jobid={name}", "set", f"AdminComment={text}")
+        self._output("sacctmgr", "--immediate", "--quiet", *change)
 
     def _output(self, name: str, *arguments: str) -> str:
         found = program(name)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tests.control_groups import mounted
 from tests.harness import look_at, wait_until
+from tests.slurm import database
 
 _ROOT: Final = Path(__file__).parents[2]
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -106,6 +107,8 @@ class Cluster:
     """Whether gres.conf names the devices from the last one on."""
     shards: int = 4
     """Shards of each GPU."""
+    slurmdbd: bool = False
+    """Whether slurmdbd keeps the accounts of jobs."""
     pids: dict[str, int] = field(default_factory=dict)
     _keeper: "subprocess.Popen[str] | None" = None
 
@@ -167,7 +170,7 @@ class Cluster:
             text += "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
             if self.root is not None:
                 (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
-        (etc / "slurm" / "slurm.conf").write_text(text + self.configuration)
+        database.write(self, text + self.configuration)
 
     def start(self) -> "Cluster":
         """Start the daemons on what was written, and wait until the node is idle."""
@@ -195,6 +198,8 @@ class Cluster:
         options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
         options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
         self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
+        if self.slurmdbd:
+            database.start(self)
         self.start_slurmctld()
         self.start_slurmd()
         self.wait_until_idle()

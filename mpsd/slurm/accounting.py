@@ -48,6 +48,9 @@ class _Written:
     text: str = ""
     next: float = 0.0
     pause: float = _FIRST
+    shared: bool = False
+    """Whether other nodes write, too: then what was written is looked for again, since one may have written what it
+    had read before. Slurm knows no way to change a part of it."""
 
 
 class _Due(NamedTuple):
@@ -117,16 +120,15 @@ class Accounting:
             self._save()
         for job in [each for each in wanted if each in running]:
             written, text = self._written[job], str(judge.account(runs[job], most))
-            if text == written.text:
+            if text == written.text and not written.shared:
                 continue
             written.next, written.pause = now + written.pause, min(written.pause * 2, _LAST)
-            found = self.slurm.admin_comment(job)
-            if found is None:
-                continue  # it completes
-            name, present = found
-            if not judge.has_part(present, self.slurm.node, text):
-                self.slurm.set_admin_comment(name, judge.merged(present, self.slurm.node, text))
-            written.text = text
+            seen = self.slurm.job(job)
+            if seen is None or not seen.takes:
+                continue
+            if not judge.has_part(seen.admin_comment, self.slurm.node, text):
+                self.slurm.set_admin_comment(seen.name, judge.merged(seen.admin_comment, self.slurm.node, text))
+            written.text, written.shared = text, seen.nodes > 1
 
     def settle(self, now: float) -> None:
         """Write the last accounts into slurmdbd, each until it has been read there. Raises MpsdError, OSError."""

@@ -131,8 +131,9 @@ def _time(text: str) -> datetime:
 
 def merged(present: str, node: str, text: str) -> str:
     """Return an AdminComment with this node's part in it, and the parts of other nodes and of others as they are."""
-    own = re.compile(rf"mpsd\({re.escape(node)}\):", re.IGNORECASE)
-    return "; ".join([*(each for each in _parts(present) if not own.match(each)), _part(node, text)])
+    own, begin = _part(node, text), f"mpsd({node}):".lower()
+    found = [own if each.lower().startswith(begin) else each for each in _parts(present)]
+    return "; ".join(found if own in found else [*found, own])
 
 
 def has_part(present: str, node: str, text: str) -> bool:

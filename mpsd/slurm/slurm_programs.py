@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
@@ -16,15 +15,26 @@ _SECONDS: Final = 10.0
 _MARKS: Final = "*~#!%$@^-+"
 """What sinfo may write after a state. Source: sinfo(1)."""
 
-_WIDTH: Final = 4000
-"""Characters of an AdminComment that are read."""
+_LONGEST: Final = 32000
+"""Characters of an AdminComment that are read, and written: the parts of some 500 nodes."""
 
-_TAKES: Final = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING"})
-"""The states of jobs that have started, and whose AdminComment scontrol changes: it refuses once they complete."""
+_COLUMNS: Final = {"jobid": 20, "jobarrayid": 40, "numnodes": 10, "state": 20, "admin_comment": _LONGEST}
+"""What squeue tells of a job, each with its width."""
 
-_ID: Final = 20
-_NAME: Final = 60
-_STATE: Final = 20
+
+class JobSeen(NamedTuple):
+    """A job, as Slurm tells of it."""
+
+    name: str
+    """Its name for scontrol, which takes the id of an array's last element, or of the first component of a
+    heterogeneous job, for all of them: `12_3`, or `12+0`."""
+    nodes: int
+    admin_comment: str
+    takes: bool
+    """Whether scontrol changes it: that is all of it, and the job runs. scontrol refuses once a job completes."""
+
+
+_RUNS: Final = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING"})
 
 _BETWEEN: Final = "\x1f"
 """Stands between the fields of sacct: no comment has it."""
@@ -71,22 +81,28 @@ class SlurmPrograms:
         said = self._output("squeue", "--noheader", f"--nodelist={self.node}", "--states=all", "--format=%A|%T")
         return dict(each.partition("|")[::2] for each in said.splitlines())
 
-    def admin_comment(self, job: str) -> tuple[str, str] | None:
-        """Return the name by which scontrol knows this job alone, and its AdminComment; None where it has ended.
+    def job(self, job: str) -> JobSeen | None:
+        """Return the job with this id; None for one that Slurm does not know any more.
 
-        An array's last element has the id of the array, and the first component of a heterogeneous job the id of all:
-        by that, scontrol and sacctmgr change each of them.
+        squeue shows all elements of an array, or components of a heterogeneous job, for the id of one of them.
         """
-        fields = f"jobid:{_ID},jobarrayid:{_NAME},state:{_STATE},admin_comment:{_WIDTH}"
-        for line in self._output("squeue", "--noheader", f"--jobs={job}", f"--Format={fields}").splitlines():
-            found = [line[start:end].strip() for start, end in pairwise((0, _ID, _ID + _NAME, _ID + _NAME + _STATE))]
-            if found[0] == job and found[2] in _TAKES:
-                said = line[_ID + _NAME + _STATE :].strip()
-                return found[1], "" if said in {"(null)", "N/A"} else said
+        wanted = ",".join(f"{name}:{width}" for name, width in _COLUMNS.items())
+        for line in self._output("squeue", "--noheader", f"--jobs={job}", f"--Format={wanted}").splitlines():
+            words, rest = [], line
+            for width in _COLUMNS.values():
+                words.append(rest[:width].strip())
+                rest = rest[width:]
+            number, name, nodes, state, comment = words
+            if number == job:
+                comment = "" if comment in {"(null)", "N/A"} else comment
+                takes = state in _RUNS and len(comment) < _LONGEST
+                return JobSeen(name, int(nodes) if nodes.isdecimal() else 1, comment, takes)
         return None
 
     def set_admin_comment(self, name: str, text: str) -> None:
-        self._output("scontrol", "update", f"jobid={name}", f"admincomment={text}")
+        """Replace a job's AdminComment by its name for scontrol; one that is too long stays."""
+        if len(text) < _LONGEST:
+            self._output("scontrol", "update", f"jobid={name}", f"admincomment={text}")
 
     def has_slurmdbd(self) -> bool:
         """Tell whether slurmdbd keeps the accounts of jobs."""

@@ -10,7 +10,7 @@ import pytest
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.slurm import database
-from tests.slurm.site import Site, start_service
+from tests.slurm.site import Site, start_service, stop_service
 from tests.slurm.site import site as running_site
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "slurmdbd", "mariadbd")
@@ -166,7 +166,7 @@ def test_without_slurmdbd_and_without_the_service(own_site: Site) -> None:
         site.cluster.wait_for_state(job, "COMPLETED")
     due = site.state_dir / "accounts"
     wait_until(lambda: str(job) in json.loads(due.read_text())["due"], what="the account to be due", not_yet=(OSError,))
-    site.cluster.kill("service")
+    stop_service(site)
     database.start_slurmdbd(site.cluster)
     start_service(site)
     wait_for(site, "nothing to be due", lambda: not json.loads(due.read_text())["due"])

@@ -5,7 +5,6 @@ that of slurmdbd. So sacctmgr writes the last account once slurmdbd has the end.
 """
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from mpsd.core.slurm.job import JOB
 from mpsd.slurm import node as judge
 from mpsd.slurm.slurm_programs import Recorded, SlurmPrograms
+from mpsd.system import clock
 from mpsd.system.files import atomic_file
 from mpsd.system.host import slurm
 
@@ -136,7 +136,7 @@ class Accounting:
             return
         if self._has_slurmdbd is None:
             self._has_slurmdbd, self._version = self.slurm.has_slurmdbd(), slurm.version()
-        before, oldest = {*self._due}, time.time() - _KEPT
+        before, oldest = {*self._due}, clock.now().timestamp() - _KEPT
         self._due = {job: each for job, each in self._due.items() if self._has_slurmdbd and each.ended > oldest}
         asked = [*self._due][:_AT_ONCE]
         self._due |= {job: self._due.pop(job) for job in asked}  # the others are next

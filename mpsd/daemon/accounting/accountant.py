@@ -28,14 +28,13 @@ from mpsd.core.accounting.accounts import (
 from mpsd.core.accounting.report import By, Report
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, Reading
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, ProcessIdentity, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
 from mpsd.daemon.accounting.account_store import TIERS, AccountStore, Cursor, Gap
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.violations.violation_monitor import Held
 from mpsd.system import clock
 from mpsd.system.files.encoding import NOT_UNDERSTOOD
 
@@ -172,7 +171,7 @@ class Accountant:
         self._now()  # the accounts must leave a jump of the clock out before they take in a time after it
         self._batches.append((at, leases))
 
-    def note_held(self, held: Held) -> None:
+    def note_held(self, held: Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]) -> None:
         """Note what each lease holds by a reading: it may end before the next sample."""
         for key, processes in held.items():
             if (now := _held(processes.values())) is not None:

@@ -3,6 +3,7 @@
 It prints a line with its pid, and then answers each line of its stdin:
 
 - `init`: make a context; the answer has `mps`
+- `put NAME VALUE`: set a variable of its own, which /proc/PID/environ never shows
 - `gate LEASE PROCESSES WITHIN`: wait at the gate of a lease
 - `keep`: have a child that keeps the connection to mpsd open when this process is killed, until stdin is closed
 - `crowd SIZE LEASE PROCESSES WITHIN`: have so many children that make a context, in the environments of the lease's
@@ -93,6 +94,9 @@ def main() -> None:
             case ["init"]:
                 cuda.current()
                 answer: dict[str, Any] = {"ok": True, "mps": cuda.server is not None}
+            case ["put", name, value]:
+                os.environ[name] = value
+                answer = {"ok": True}
             case ["gate", *gate]:
                 answer = _gate(client, *gate)
             case ["keep"]:

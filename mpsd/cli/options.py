@@ -132,6 +132,18 @@ def _fraction(text: str) -> float:
     return parse_fraction(text)
 
 
+def _threads(text: str) -> float:
+    from mpsd.core.quantities import ActiveThreadPercentage
+
+    return float(ActiveThreadPercentage.parse(text))
+
+
+def _memory(text: str) -> int:
+    from mpsd.core.quantities import PinnedDeviceMemLimit
+
+    return PinnedDeviceMemLimit.parse(text).bytes
+
+
 def _nodes(text: str) -> object:
     from mpsd.core.kubernetes.upgrade import max_unavailable
 
@@ -190,6 +202,12 @@ PERCENTAGE: Final = _Notation("percentage", _percentage)
 
 FRACTION: Final = _Notation("fraction", _fraction)
 """A part of a GPU, from `0.25`, `0,25`, `25%` or `1/4`."""
+
+THREADS: Final = _Notation("percentage", _threads)
+"""Percent of a GPU's threads, as mpsd takes it, where the command itself makes the request for a lease of it."""
+
+MEMORY: Final = _Notation("size", _memory)
+"""Bytes of device memory, likewise."""
 
 NODES: Final = _Notation("nodes", _nodes)
 """A number of nodes, or a percentage of them."""

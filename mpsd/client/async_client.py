@@ -16,7 +16,7 @@ Many tasks may use one AsyncClient. A lease is held by the process, not by the t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Unpack, cast
 
 from mpsd.client import waiting
@@ -56,17 +56,26 @@ class AsyncClient(AsyncRoutes):
             raise
 
     @contextlib.asynccontextmanager
-    async def leased(self, **request: Unpack[Request]) -> AsyncIterator["answer_types.Lease"]:
+    async def leased(
+        self,
+        *,
+        on_ending: "Callable[[answer_types.Lease, float], object] | None" = None,
+        on_draining: "Callable[[answer_types.Lease], object] | None" = None,
+        **request: Unpack[Request],
+    ) -> AsyncIterator["answer_types.Lease"]:
         """Take a lease for the block, as `take` does; the arguments are those of `mpsd.lease`'s request.
 
         At its end, however that comes about, the lease is released. Where mpsd is away then, it ends with this process.
-        A time to live (`ttl`) is not renewed. Raises InvalidRequestError for a text in no valid notation, too.
+        As that of `mpsd.lease`, it is renewed while the block runs, by a thread, which no busy task delays. The answer
+        that the block has is kept up to date: `lease["state"]` is `ended` where the lease is lost. `on_ending` and
+        `on_draining` are called in the loop. Raises InvalidRequestError for a text in no valid notation, too.
         """
         asked = body(request)
         wait = cast("float", asked.pop("wait", 0.0))
         lease = await self.take(asked, wait=wait)
         try:
-            yield lease
+            with self._watched(lease, cast("float | None", asked.get("ttl")), on_ending, on_draining):
+                yield lease
         except BaseException:
             await self._to_the_end(lambda client: client.release(lease["id"]))
             raise
@@ -74,6 +83,50 @@ class AsyncClient(AsyncRoutes):
         # A lease that is not found has ended, as by a first request that an mpsd which was ended did not answer.
         if error is not None and not isinstance(error, UnreachableError | StoppingError | NotFoundError):
             raise error
+
+    @contextlib.contextmanager
+    def _watched(
+        self,
+        lease: "answer_types.Lease",
+        ttl: float | None,
+        on_ending: "Callable[[answer_types.Lease, float], object] | None",
+        on_draining: "Callable[[answer_types.Lease], object] | None",
+    ) -> Iterator[None]:
+        """Renew a lease that has a time to live, and tell of its end and of a drain, until the end of the block."""
+        if lease["expires"] is None and on_ending is None and on_draining is None:
+            yield
+            return
+        from mpsd.client.watcher import Watcher
+
+        loop, block = asyncio.get_running_loop(), [lease]
+
+        def in_loop(function: Callable[..., object]) -> Callable[..., None]:
+            """Return what calls a function with the lease, in the loop, unless the block has ended."""
+
+            def call(*arguments: object) -> None:
+                for each in block:
+                    function(each, *arguments)
+
+            def send(*arguments: object) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed just now
+                    loop.call_soon_threadsafe(call, *arguments)
+
+            return send
+
+        watcher = Watcher(
+            Client(self.path, deadline=self.deadline, trusted=self.trusted),
+            lease.copy(),
+            ttl=ttl,
+            heard=in_loop(lambda lease, answer: lease.update(answer)),
+            on_ending=on_ending and in_loop(on_ending),
+            on_draining=on_draining and in_loop(on_draining),
+        )
+        watcher.start()
+        try:
+            yield
+        finally:
+            watcher.stop()
+            block.clear()
 
     async def _to_the_end(self, call: Callable[[Client], object]) -> MpsdError | None:
         """Call mpsd in a thread, which goes on whatever cancels this task; return the error.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Generator, Iterator
 from typing import Final, TypeAlias, TypeVar
 
 from mpsd import __version__
-from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError, catalogue
+from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError, error_named
 
 _T = TypeVar("_T")
 
@@ -156,11 +156,9 @@ def error_of(status: int, document: object) -> MpsdError:
     detail = str(detail or f"the answer was HTTP status {status} without a reason")
     hint = str(hint or f"check that the program that listens there is mpsd; otherwise, {_ANOTHER_SOCKET}")
     limit = None if limit is None else str(limit)
-    kind = next((each for each in catalogue() if each.code == code), MpsdError)
-    error = kind(detail, hint=hint, limit=limit)
+    error = error_named(str(code or ""), detail, hint=hint, limit=limit)
     error.is_answer = True
-    if kind is MpsdError:
-        error.code = str(code or error.code)
+    if type(error) is MpsdError:
         error.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - errors of the caller
     return error
 

@@ -18,9 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
 from functools import partial
-from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self, TypeAlias, Unpack, cast
 
@@ -34,7 +32,7 @@ from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdErro
 if TYPE_CHECKING:
     from mpsd.client import answer_types
     from mpsd.client.watcher import Watcher
-    from mpsd.core.frameworks import Advice
+    from mpsd.core.programs.frameworks import Advice
 
 OnEnding: TypeAlias = "Callable[[Lease, float], object]"
 OnDraining: TypeAlias = "Callable[[Lease], object]"
@@ -396,18 +394,14 @@ class Lease:
         release_later(self._client, name)
 
     def _watch(self, answer: "answer_types.Lease") -> None:
-        ttl = cast("float | None", self._request.get("ttl"))
-        if ttl is None and answer["expires"] and answer["granted"]:  # a quota gives it one
-            ends, began = (datetime.fromisoformat(each) for each in (answer["expires"], answer["granted"]))
-            ttl = (ends - began).total_seconds()
-        if ttl is None and self._on_ending is None and self._on_draining is None:
+        if answer["expires"] is None and self._on_ending is None and self._on_draining is None:
             return
         from mpsd.client.watcher import Watcher
 
         self._watcher = Watcher(
             self._client,
             answer,
-            ttl=inf if ttl is None else ttl,
+            ttl=cast("float | None", self._request.get("ttl")),
             heard=self._hear,
             on_ending=self._on_ending and partial(self._on_ending, self),
             on_draining=self._on_draining and partial(self._on_draining, self),

@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from datetime import datetime
 from math import inf
 from typing import TYPE_CHECKING, Final, NoReturn, cast
 
@@ -52,16 +53,17 @@ class Watcher:
         client: Client,
         answer: "answer_types.Lease",
         *,
-        ttl: float,
+        ttl: float | None,
         heard: Callable[["answer_types.Lease"], object],
         on_ending: Callable[[float], object] | None,
         on_draining: Callable[[], object] | None,
     ) -> None:
-        """`ttl` is its time to live in seconds, of which all is left now; infinite without one.
+        """`ttl` is the time to live that was requested, in seconds, of which all is left now.
 
         The thread calls `heard` with each answer about it, and the others where they are not None: `on_ending` with the
         seconds until its end, and `on_draining`.
         """
+        ttl = _given(answer) if ttl is None else ttl
         self._client = client.another(deadline=min(DEADLINE, max(ttl / _RENEWALS, 1.0)))
         self._answer = answer
         self._daemons = {each["daemon"] for each in answer["shares"]}
@@ -209,6 +211,14 @@ class Watcher:
             import logging  # as slow as all the rest
 
             logging.getLogger("mpsd").exception("a callback of lease %s failed", self._answer["id"])
+
+
+def _given(answer: "answer_types.Lease") -> float:
+    """Return the time to live of a lease for which none was requested: that of a quota, or none, which is infinite."""
+    if answer["expires"] is None or answer["granted"] is None:
+        return inf
+    ends, began = (datetime.fromisoformat(each) for each in (answer["expires"], answer["granted"]))
+    return (ends - began).total_seconds()
 
 
 def release_later(client: Client, lease: str) -> None:

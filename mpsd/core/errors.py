@@ -387,6 +387,15 @@ class InternalError(MpsdError):
     code = "internal"
 
 
+def error_named(code: str, detail: str, *, hint: str, limit: str | None = None) -> MpsdError:
+    """Return the error that has this code; one that the catalogue lacks keeps its code."""
+    kind = next((each for each in catalogue() if each.code == code), MpsdError)
+    error = kind(detail, hint=hint, limit=limit)
+    if kind is MpsdError:
+        error.code = code or error.code
+    return error
+
+
 def catalogue() -> list[type[MpsdError]]:
     """Return every error that has its own code, in the order of this file."""
     found: list[type[MpsdError]] = []

@@ -35,9 +35,14 @@ def find(meant: str, gpus: Iterable[Numbered]) -> int | None:
     return found[0][0] if found else None
 
 
+def is_uuid(meant: str) -> bool:
+    """Tell whether a text has the form of a UUID, or of the beginning of one."""
+    return _UUID.fullmatch(meant.strip().lower()) is not None
+
+
 def is_name(meant: str) -> bool:
     """Tell whether a text has the form of such a name."""
-    return any(form.fullmatch(meant.strip().lower()) for form in (_BY_INDEX, _UUID))
+    return is_uuid(meant) or _BY_INDEX.fullmatch(meant.strip().lower()) is not None
 
 
 def unknown(meant: str, gpus: Sequence[Numbered]) -> tuple[str, str]:

@@ -8,6 +8,7 @@
 -- Slurm gives Prolog neither a count of shards nor that of a countable GRES. `threads` is a percentage. `memory` is in
 -- bytes, and left out where the user named none: the lease then has memory in proportion to its threads, of the GPU that
 -- the job gets. Whatever a user's own comment says after "mpsd:" is removed, at submission and at each change of it.
+-- A share does not change after that: where Slurm refuses an update, it may have taken the comment of it before.
 --
 -- In job_submit.lua:
 --
@@ -18,7 +19,6 @@
 --
 -- Slurm's documents: job_submit_plugins, gres. Debian's plugin is linked with Lua 5.1 (22.05) and 5.4 (26.05), so this
 -- runs with each of them. slurmctld calls it with locks held: it neither reads files nor waits.
-
 local mpsd = {
     per_gpu = {mps = 100, shard = 4}, -- the counts of each GPU, as in gres.conf
     memory = "gpumem", -- the countable GRES for memory on the GPU; nil where Slurm schedules none
@@ -27,6 +27,7 @@ local mpsd = {
 
 local UNITS = {[""] = 1, K = 1024, M = 1024 ^ 2, G = 1024 ^ 3, T = 1024 ^ 4, P = 1024 ^ 5}
 local ELSEWHERE = {"tres_per_job", "tres_per_socket", "tres_per_task"}
+local EXCLUSIVE = 0 -- the value of `shared` of a job that has whole nodes
 local CLAIM = "[Mm][Pp][Ss][Dd]:%S*%s*"
 
 -- A field of a job; nil where it is not given, or this version of Slurm has no such field.
@@ -37,16 +38,18 @@ local function field(job, name)
 end
 
 -- The requests of ours in a list such as "gres/mps:25,gres/gpumem:8G" (22.05 writes "gres:mps:25"), as pairs of a
--- number and its text. A type may stand between the name and the number.
+-- number and its text. A type may stand between the name and the number. Slurm reads numbers with a space in them in
+-- more than one way, so that these are none.
 local function requests(list)
     local found = {}
     for item in string.gmatch(list or "", "[^,]+") do
-        local text = string.gsub(string.gsub(item, "%s", ""), "^gres[:/]", "")
+        local text = string.gsub(string.gsub(item, "^%s+", ""), "^gres[:/]", "")
         local name, rest = string.match(text, "^([^:=]+)[:=]?(.*)$")
-        if name ~= nil and (mpsd.per_gpu[name] ~= nil or name == mpsd.memory) then
+        name = string.gsub(name or "", "%s", "")
+        if mpsd.per_gpu[name] ~= nil or name == mpsd.memory then
             local number, unit = string.match(rest, "^(%d+)([KMGTPkmgtp]?)$")
             if number == nil then number, unit = string.match(rest, "^[^:=]+[:=](%d+)([KMGTPkmgtp]?)$") end
-            if rest == "" then number, unit = "1", "" end
+            if rest == "" and name ~= mpsd.memory then number, unit = "1", "" end
             local amount = number ~= nil and tonumber(number) * UNITS[string.upper(unit)] or nil
             if amount ~= 0 then table.insert(found, {name = name, amount = amount, text = text}) end
         end
@@ -54,12 +57,9 @@ local function requests(list)
     return found
 end
 
--- Slurm shows a user messages about a new job alone, and drops those about a change of one.
-local shows = true
-
+-- Tell the user. Slurm before 23.02 shows messages about a new job alone, and logs those about a change of one.
 local function say(...)
-    local show = shows and slurm.log_user or slurm.log_info
-    show("%s", "mpsd: " .. string.format(...))
+    slurm.log_user("%s", "mpsd: " .. string.format(...))
 end
 
 local function refuse(...)
@@ -80,7 +80,7 @@ local function judged(job)
         local is_memory = each.name == mpsd.memory
         local earlier = is_memory and memory or not is_memory and share or nil
         if each.amount == nil then
-            return refuse("%s has no number: write it as %s:25", each.text, each.name)
+            return refuse("%s has no number: write it as %s:%s", each.text, each.name, is_memory and "8G" or "25")
         elseif earlier and earlier.name ~= each.name then
             return refuse("%s and %s: a job has one kind of share of a GPU, so leave one out", earlier.text, each.text)
         elseif earlier then
@@ -99,11 +99,14 @@ local function judged(job)
     end
     local whole = mpsd.per_gpu[share.name]
     if share.amount > whole then
-        return refuse("%s is more than a GPU has (%s:%d), and can never run", share.text, share.name, whole)
+        return refuse("%s is more than a GPU has (%s:%g), and can never run", share.text, share.name, whole)
+    end
+    if field(job, "shared") == EXCLUSIVE then
+        return refuse("--exclusive takes the whole GPUs of a node, so that %s can never run: leave one out", share.text)
     end
     if memory ~= nil and mpsd.gpu_memory ~= nil and memory.amount > mpsd.gpu_memory then
         local most = math.floor(mpsd.gpu_memory / UNITS.G)
-        return refuse("%s is more than a GPU has (%s:%dG), and can never run", memory.text, mpsd.memory, most)
+        return refuse("%s is more than a GPU has (%s:%gG), and can never run", memory.text, mpsd.memory, most)
     end
     local threads = math.max(math.floor(share.amount * 1000 / whole) / 10, 0.1)
     return slurm.SUCCESS, {threads = threads, memory = memory and memory.amount, text = share.text}
@@ -139,17 +142,24 @@ local function filled(job, wanted)
         local bytes = math.floor(mpsd.gpu_memory * wanted.threads / 100)
         local mebibytes = math.max(math.floor(bytes / UNITS.M), 1)
         local mark = string.find(list, "gres/", 1, true) and "/" or ":"
-        job.tres_per_node = string.format("%s,gres%s%s:%dM", list, mark, mpsd.memory, mebibytes)
-        say("%s gets %s in proportion, %d MiB: name another amount with --gres=%s,%s:SIZE", wanted.text, part, mebibytes,
+        job.tres_per_node = string.format("%s,gres%s%s:%.0fM", list, mark, mpsd.memory, mebibytes)
+        say("%s gets %s in proportion, %.0f MiB: name another amount with --gres=%s,%s:SIZE", wanted.text, part, mebibytes,
             wanted.text, mpsd.memory)
     else
         say("%s gets %s in proportion", wanted.text, part)
     end
 end
 
+-- Return a function that refuses a job for which this one raises an error: Slurm up to 24.11 would let it pass.
+local function closed(judge)
+    return function(...)
+        local known, status = pcall(judge, ...)
+        return known and status or refuse("job_submit.lua has an error: %s", tostring(status))
+    end
+end
+
 -- Judge a new job; for slurm_job_submit.
-function mpsd.submit(job)
-    shows = true
+mpsd.submit = closed(function(job)
     local comment = field(job, "comment")
     local status, wanted = judged(job)
     if status ~= slurm.SUCCESS then return status end
@@ -160,27 +170,20 @@ function mpsd.submit(job)
         job.comment = own(comment)
     end
     return slurm.SUCCESS
-end
+end)
 
--- Judge a change of a job; for slurm_job_modify. A changed comment keeps what was granted, and a changed request
--- replaces it.
-function mpsd.modify(job, record)
-    shows = false
+-- Judge a change of a job; for slurm_job_modify. It keeps the request in the comment, and refuses another one.
+mpsd.modify = closed(function(job, record)
     local comment, present = field(job, "comment"), field(record, "comment") or ""
     local ours = string.match(present, "^mpsd:%S+") or ""
-    local status, wanted = judged(job)
-    if status ~= slurm.SUCCESS then return status end
-    if (field(job, "tres_per_node") or "") ~= "" then
-        ours = ""
-        if wanted ~= nil then
-            filled(job, wanted)
-            ours = written(wanted)
+    for _, name in ipairs({"tres_per_node", ELSEWHERE[1], ELSEWHERE[2], ELSEWHERE[3]}) do
+        local list = field(job, name)
+        if list ~= nil and (ours ~= "" or requests(list)[1] ~= nil) then
+            return refuse("a job keeps the share of a GPU that it was submitted with: cancel it, and submit another")
         end
-    elseif comment == nil then
-        return slurm.SUCCESS
     end
-    job.comment = joined(ours, own(comment or present))
+    if comment ~= nil then job.comment = joined(ours, own(comment)) end
     return slurm.SUCCESS
-end
+end)
 
 return mpsd

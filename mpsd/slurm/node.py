@@ -1,6 +1,5 @@
 """A node of Slurm beside its mpsd: when Slurm gives it no more jobs, and what it is told of each job's leases. Pure."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -127,8 +126,8 @@ def merged(present: str, node: str, text: str) -> str:
     """Return an AdminComment with this node's part in it, and the parts of other nodes and of others as they are."""
     own = f"mpsd({node}): {text}"
     parts = [each.strip() for each in present.split(";") if each.strip()]
-    kept = [each for each in parts if not re.match(rf"mpsd\({re.escape(node)}\):", each)]
-    return "; ".join([*kept, own])
+    found = [own if each.startswith(f"mpsd({node}):") else each for each in parts]
+    return "; ".join(found if own in found else [*found, own])
 
 
 def is_active(state: str) -> bool:

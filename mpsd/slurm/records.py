@@ -1,7 +1,8 @@
 """What Prolog leaves for the other hooks of a job: in a directory of root, one for each job on the node.
 
 Slurm runs one job of an id at a time on a node. `job` is root's, and says which job that is and what its leases are;
-`task` is for the job's user alone, and has the leases with their tokens, or the reason why there are none.
+`task` is for the job's user alone, and has the leases with their tokens, or the reason why there are none. A link with
+the identity of the job leads there, too.
 """
 
 import json
@@ -45,9 +46,11 @@ class Records:
     def tell(self, job: Job, told: Mapping[str, object]) -> None:
         """Write what the tasks of a job read."""
         _write(f"{self._jobs}/{job.id}/task", told, job.uid)
+        with suppress(FileExistsError):
+            os.symlink(job.id, f"{self._jobs}/{job.identity}")
 
     def told(self, job: str) -> Mapping[str, object] | None:
-        """Return what the tasks of a job read; None where Prolog wrote nothing for this job and user."""
+        """Return what the tasks of a job read, by its id or SLUID; None where Prolog wrote nothing for its user."""
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             return _read(f"{self._jobs}/{job}/task")
         return None
@@ -63,7 +66,7 @@ class Records:
         """Yield all records."""
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(self._jobs)):
-                if (record := self.read(name)) is not None:
+                if name.isdecimal() and (record := self.read(name)) is not None:
                     yield record
 
     def forget_task(self, job: str) -> None:
@@ -73,7 +76,11 @@ class Records:
 
     def remove(self, job: str) -> None:
         """Remove the record of a job, if there is one."""
+        record = self.read(job)
         self.forget_task(job)
+        if record is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._jobs}/{record.identity}")
         with suppress(FileNotFoundError):
             os.unlink(f"{self._jobs}/{job}/job")
         with suppress(FileNotFoundError):

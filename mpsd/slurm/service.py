@@ -121,6 +121,9 @@ class _Written:
     """The most bytes that it held at any look; None while that is unknown."""
     next: float = 0.0
     pause: float = _FIRST
+    shared: bool = False
+    """Whether other nodes write, too: then what was written is looked for again, since one may have written what it
+    had read before. Slurm knows no way to change a part of it."""
 
 
 @dataclass(slots=True)
@@ -145,14 +148,16 @@ class Jobs:
             if account.held is not None:
                 written.most = max(written.most or 0, account.held)
             text = judge.text_of(account, written.most)
-            if now < written.next or text == written.text:
+            if now < written.next or (text == written.text and not written.shared):
                 continue
             written.next, written.pause = now + written.pause, min(written.pause * 2, _LAST)
-            present = self.slurm.admin_comment(job)
-            wanted = judge.merged(present, self.slurm.node, text)
-            if wanted != present:
-                self.slurm.set_admin_comment(job, wanted)
-            written.text = text
+            seen = self.slurm.job(job)
+            if seen is None or not seen.fits:
+                continue
+            wanted = judge.merged(seen.admin_comment, self.slurm.node, text)
+            if wanted != seen.admin_comment:
+                self.slurm.set_admin_comment(seen.name, wanted)
+            written.text, written.shared = text, seen.nodes > 1
 
     def end_unknown(self, leases: Collection["answer_types.Lease"], api: Client, records: Records) -> None:
         """End the leases of jobs that Slurm did not know twice in a row, and forget them. Raises MpsdError, OSError."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
 from mpsd.slurm.node import NodeSeen
@@ -15,8 +15,23 @@ _SECONDS: Final = 10.0
 _MARKS: Final = "*~#!%$@^-+"
 """What sinfo may write after a state. Source: sinfo(1)."""
 
-_WIDTH: Final = 4000
-"""Characters of an AdminComment that are read."""
+_LONGEST: Final = 32000
+"""Characters of an AdminComment that are read, and written: the parts of some 500 nodes."""
+
+_COLUMNS: Final = {"jobid": 20, "jobarrayid": 40, "numnodes": 10, "admin_comment": _LONGEST}
+"""What squeue tells of a job, each with its width."""
+
+
+class JobSeen(NamedTuple):
+    """A job, as Slurm tells of it."""
+
+    name: str
+    """Its name for scontrol, which takes the id of an array's last element, or of the first component of a
+    heterogeneous job, for all of them: `12_3`, or `12+0`."""
+    nodes: int
+    admin_comment: str
+    fits: bool
+    """Whether that is the whole AdminComment."""
 
 
 class SlurmPrograms:
@@ -46,12 +61,27 @@ class SlurmPrograms:
         said = self._output("squeue", "--noheader", f"--nodelist={self.node}", "--states=all", "--format=%A|%T")
         return dict(each.partition("|")[::2] for each in said.splitlines())
 
-    def admin_comment(self, job: str) -> str:
-        said = self._output("squeue", "--noheader", f"--jobs={job}", f"--Format=admin_comment:{_WIDTH}").strip()
-        return "" if said in {"(null)", "N/A"} else said
+    def job(self, job: str) -> JobSeen | None:
+        """Return the job with this id; None for one that Slurm does not know any more.
 
-    def set_admin_comment(self, job: str, text: str) -> None:
-        self._output("scontrol", "update", f"jobid={job}", f"admincomment={text}")
+        squeue shows all elements of an array, or components of a heterogeneous job, for the id of one of them.
+        """
+        wanted = ",".join(f"{name}:{width}" for name, width in _COLUMNS.items())
+        for line in self._output("squeue", "--noheader", f"--jobs={job}", f"--Format={wanted}").splitlines():
+            words, rest = [], line
+            for width in _COLUMNS.values():
+                words.append(rest[:width].strip())
+                rest = rest[width:]
+            number, name, nodes, comment = words
+            if number == job:
+                comment = "" if comment in {"(null)", "N/A"} else comment
+                return JobSeen(name, int(nodes) if nodes.isdecimal() else 1, comment, len(comment) < _LONGEST)
+        return None
+
+    def set_admin_comment(self, name: str, text: str) -> None:
+        """Replace a job's AdminComment by its name for scontrol; one that is too long stays."""
+        if len(text) < _LONGEST:
+            self._output("scontrol", "update", f"jobid={name}", f"admincomment={text}")
 
     def _output(self, name: str, *arguments: str) -> str:
         found = program(name)

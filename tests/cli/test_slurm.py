@@ -76,4 +76,4 @@ def test_files_are_written_once_and_kept(tmp_path: Path) -> None:
 
 def test_the_settings_of_install_are_accepted() -> None:
     assert settings.parse('comment = true\nsocket = "/run/x.sock"\n').comment
-    assert "function mpsd.submit" in slurm.script()
+    assert "mpsd.submit = " in slurm.script()

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from textwrap import dedent
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from mpsd.client.connection import MOST_IDLE
 from mpsd.core.errors import DoesNotFitError, NotFoundError
 from tests.cli.conftest import ROOT
 from tests.daemon.conftest import Start
-from tests.harness import eventually
+from tests.harness import eventually, wait_until
 from tests.node import Node
 
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1MiB"}
@@ -115,6 +116,71 @@ def test_a_lease_that_mpsd_has_forgotten(make_node: Start) -> None:
                 await client.lease(lease["id"])
 
     asyncio.run(block())
+
+
+def test_a_time_to_live(node: Node) -> None:
+    """A lease is renewed while its block runs, even where a task blocks the loop, and no longer."""
+
+    async def block() -> str:
+        async with AsyncClient(str(node.socket)) as client, client.leased(ttl="6s", **SMALL) as lease:
+            first, name = lease["expires"], lease["id"]
+            wait_until(lambda: node.events("lease_renewed", lease=name), what="a renewal")
+            await eventually(lambda: lease["expires"] != first, what="the answer to be the last one")
+            return name
+
+    name = asyncio.run(block())
+    assert node.get(f"/v1/leases/{name}").json["because"].endswith("released it")
+    wait_until(lambda: f"mpsd-{name}" not in {each.name for each in threading.enumerate()}, what="its thread to end")
+
+
+@pytest.mark.thorough
+def test_renewed_by_the_next_mpsd(make_node: Start) -> None:
+    node = make_node(simulate=1).start()
+
+    async def block() -> None:
+        async with AsyncClient(str(node.socket)) as client, client.leased(ttl=30, **SMALL) as lease:
+            node.end(signal.SIGKILL)
+            node.start()
+            await eventually(lambda: node.events("lease_renewed", lease=lease["id"]), what="a renewal", deadline=30)
+            assert (await client.lease(lease["id"]))["state"] == lease["state"] == "granted"
+
+    asyncio.run(block())
+    assert node.leases() == []
+
+
+def test_a_lease_that_is_lost(make_node: Start) -> None:
+    """The block sees that its lease has ended, or hears of it and of a drain; what it hears may end its task."""
+    node = make_node(simulate=2).start()
+    heard = list[tuple[str, object]]()
+
+    async def told(client: AsyncClient) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def ending(lease: Any, seconds: float) -> None:
+            heard.append((lease["state"], seconds))
+            assert task is not None
+            task.cancel()
+
+        def draining(lease: Any) -> None:
+            heard.append((lease["state"], "draining"))
+
+        async with client.leased(on_ending=ending, on_draining=draining, gpu=0, **SMALL) as lease:
+            await client.operate(lease["shares"][0]["daemon"], "drain")
+            await eventually(lambda: heard, what="the drain to be heard of")
+            await client.release(lease["id"])
+            await asyncio.Event().wait()
+
+    async def blocks() -> None:
+        async with AsyncClient(str(node.socket)) as client:
+            async with client.leased(ttl=1.5, gpu=1, **SMALL) as lease:
+                await client.release(lease["id"])
+                await eventually(lambda: lease["state"] == "ended", what="the end to be seen")
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.create_task(told(client))
+
+    asyncio.run(blocks())
+    assert heard == [("granted", "draining"), ("ended", 0.0)]
 
 
 def test_a_wait_that_is_cancelled(node: Node) -> None:

@@ -1,9 +1,7 @@
 """A node, and a job on it: ranks that are clients of simulated GPUs, which a test drives one by one."""
 
 import contextlib
-import json
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,7 @@ import pytest
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
+from tests.driven import DEADLINE, Driven
 from tests.fork_server import ForkServer
 from tests.harness import kill, look_at, remove_tree, wait_until
 from tests.node import Node, running
@@ -30,42 +29,7 @@ exec "$@" <in.$rank >out.$rank
 _UNASKED: Final = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """Open MPI asks root to say twice that it is meant."""
 
-DEADLINE: Final = 40.0
-"""Seconds for the start of a whole job on a busy machine, and for its end."""
-
 _numbers = count(1)
-
-
-class Rank:
-    """One rank of a job: a client, in its own pipes."""
-
-    def __init__(self, directory: Path, number: int) -> None:
-        self._ends = []
-        for name in ("in", "out"):
-            path = directory / f"{name}.{number}"
-            os.mkfifo(path)
-            self._ends.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # the test waits for no process to open it
-        self._read = b""
-
-    def answer(self) -> dict[str, Any]:
-        """Return its next answer, of which the first tells where it runs."""
-        while b"\n" not in self._read:
-            assert select.select([self._ends[1]], [], [], DEADLINE)[0], "a rank does not answer"
-            self._read += os.read(self._ends[1], 65536)
-        line, _, self._read = self._read.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def do(self, line: str) -> dict[str, Any]:
-        self.tell(line)
-        return self.answer()
-
-    def tell(self, line: str) -> None:
-        os.write(self._ends[0], f"{line}\n".encode())
-
-    def close(self) -> None:
-        for each in self._ends:
-            os.close(each)
 
 
 class Job:
@@ -73,7 +37,7 @@ class Job:
 
     def __init__(self, node: Node, directory: Path, arguments: Sequence[str], ranks: int) -> None:
         """Start the launcher that `arguments` of `mpsctl run` name, without the program of the ranks."""
-        self.ranks = [Rank(directory, number) for number in range(ranks)]
+        self.ranks = [Driven(directory, f".{number}") for number in range(ranks)]
         self._output = directory / "output"
         bare = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
         variables = {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": str(ROOT), "HOME": str(directory)}

@@ -15,10 +15,10 @@ from typing import Final
 import pytest
 
 from mpsd.simulator.client import program
-from tests.harness import kill, look_at, pids, remove_tree, wait_until
+from tests.harness import kill, look_at, pids, wait_until
 from tests.launchers import missing
 from tests.launchers.conftest import ROOT
-from tests.launchers.slurm import Slurm
+from tests.slurm.cluster import Cluster, running
 
 RANKS: Final = 64
 
@@ -44,6 +44,11 @@ LAUNCHERS: Final = (
 )
 
 
+def variables(directory: Path) -> dict[str, str]:
+    """Return the variables of a job that has a directory of its own."""
+    return {"TMPDIR": f"{directory}", "PYTHONPATH": f"{ROOT}", "MPSD_SOCKET": f"{directory}/none"}
+
+
 class Launched:
     """A launcher with its ranks, in a directory of their own."""
 
@@ -51,12 +56,11 @@ class Launched:
         self.directory = directory
         strange = ("CUDA_", "MPSD_", "SLURM_", "XDG_RUNTIME")
         bare = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-        own = {"TMPDIR": f"{directory}", "PYTHONPATH": f"{ROOT}", "MPSD_SOCKET": f"{directory}/none"}
         self._output = directory / "output"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                command, env={**bare, **_ROOT_TOO, **own}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, cwd=directory,
+                command, env={**bare, **_ROOT_TOO, **variables(directory)}, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=output, start_new_session=True, cwd=directory,
             )  # fmt: skip
 
     @property
@@ -97,31 +101,30 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def slurm(private_root: Path) -> Iterator[Slurm | None]:
+def slurm(private_root: Path) -> Iterator[Cluster | None]:
     """Yield the cluster that all tests share; None where there is none."""
     if os.geteuid() != 0 or missing("slurmctld", "slurmd", "srun", "munged"):
         yield None
         return
-    directory = private_root / "slurm"
-    directory.mkdir(mode=0o755)
-    with Slurm(directory) as cluster:
+    with running(private_root / "slurm", control_groups=False) as cluster:
         yield cluster
-    remove_tree(directory)
 
 
 Launch = Callable[..., Launched]
 
 
 @pytest.fixture
-def launch(slurm: Slurm | None, short_tmp: Path) -> Iterator[Launch]:
+def launch(slurm: Cluster | None, short_tmp: Path) -> Iterator[Launch]:
     """Start so many ranks by a launcher, each as `mpsctl job` with these arguments around a command."""
     with contextlib.ExitStack() as stack:
 
         def start(name: str, ranks: int, *arguments: str, command: Sequence[str] = program()) -> Launched:
+            launcher: Sequence[str]
             match name:
                 case "slurm":
                     assert slurm is not None
-                    launcher = slurm.command("srun", "--overcommit", "-n", f"{ranks}", "--quiet")
+                    own = (f"{name}={value}" for name, value in variables(short_tmp).items())
+                    launcher = slurm.command("env", *own, "srun", "--overcommit", "-n", f"{ranks}", "--quiet")
                 case "openmpi":
                     launcher = ("mpirun.openmpi", "--oversubscribe", "--quiet", "-n", f"{ranks}")
                 case _:
@@ -164,19 +167,18 @@ def test_a_rank_misses_mps(launch: Launch, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_launcher_is_killed(launch: Launch, slurm: Slurm | None, launcher: str) -> None:
+def test_the_launcher_is_killed(launch: Launch, slurm: Cluster | None, launcher: str) -> None:
     """Its ranks, their programs, mpsd and its directory end, whatever killed it."""
     script = 'sleep 600 | "$@"'
     started = launch(launcher, 4, "--simulate", "2", command=("sh", "-c", script, "sh", *program()))
     wait_until(lambda: len(started.answers) == 4, what=f"the ranks to start: {started.output}", deadline=_LATE)
     if launcher == "slurm":
         assert slurm is not None
-        slurm.run("scancel", "--signal=KILL", "--user=root")
+        slurm.root_run("scancel", "--signal=KILL", "--user=root")
     else:
         os.killpg(started.process.pid, signal.SIGKILL)
     started.process.wait(_LATE)
     wait_until(lambda: not started.left(), what="the job to leave nothing", deadline=30)
     clients = [each["pid"] for each in started.answers]
-    if launcher != "slurm":  # their pids are those of a namespace
-        found = [look_at(each) for each in clients if isinstance(each, int)]
-        assert not [each for each in found if each is not None and not each.zombie]
+    found = [look_at(each) for each in clients if isinstance(each, int)]
+    assert not [each for each in found if each is not None and not each.zombie]

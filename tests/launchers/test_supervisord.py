@@ -13,9 +13,10 @@ import pytest
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
+from tests.driven import DEADLINE, Driven
 from tests.guides.blocks import every
 from tests.harness import wait_until
-from tests.launchers.conftest import DEADLINE, RANK, ROOT, Rank
+from tests.launchers.conftest import RANK, ROOT
 from tests.node import Node
 
 pytestmark = [pytest.mark.launchers("supervisord"), pytest.mark.timeout(180)]
@@ -39,7 +40,7 @@ class Supervisor:
     """supervisord with the guide's program, which is a client that the test drives."""
 
     def __init__(self, node: Node, directory: Path) -> None:
-        self.client = Rank(directory, 0)
+        self.client = Driven(directory, ".0")
         self._settings = directory / "supervisord.conf"
         app = directory / "app"
         app.write_text(f"#!/bin/sh\n{RANK}")

@@ -1,4 +1,8 @@
-"""A real Slurm cluster of one node: slurmctld, slurmd and munged in namespaces of their own."""
+"""A real Slurm cluster: slurmctld, munged, and a slurmd for each node, which has namespaces of its own.
+
+slurmctld and munged run on the first node. The nodes have networks, hosts' names, mounts and control groups of their
+own, and share the machine's processes and files.
+"""
 
 import contextlib
 import json
@@ -27,16 +31,16 @@ _HIERARCHIES: Final = ("freezer", "devices")
 
 _CONFIGURATION: Final = """\
 ClusterName=toy
-SlurmctldHost=slurmnode
+SlurmctldHost={names[0]}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=/run/munge/munge.socket.2
 StateSaveLocation={place}/spool/ctld
-SlurmdSpoolDir={place}/spool/slurmd
+SlurmdSpoolDir={place}/spool/%n
 SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
+SlurmdPidFile={place}/%n.pid
 SlurmctldLogFile={place}/log/slurmctld.log
-SlurmdLogFile={place}/log/slurmd.log
+SlurmdLogFile={place}/log/slurmd.%n.log
 SlurmctldDebug=info
 SlurmdDebug=info
 MailProg=/bin/true
@@ -52,13 +56,21 @@ KillWait=2
 PrologEpilogTimeout=40
 MessageTimeout=30
 GresTypes=gpu,{types}
-NodeName=slurmnode CPUs=256 Boards=1 SocketsPerBoard=1 CoresPerSocket=256 ThreadsPerCore=1 RealMemory=8000 {gres}
+NodeName={nodes} CPUs=256 Boards=1 SocketsPerBoard=1 CoresPerSocket=256 ThreadsPerCore=1 RealMemory=8000 {gres}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 _SETUP: Final = """\
 set -e
-ip link set lo up; ip link add br0 type bridge; ip addr add 10.88.5.1/24 dev br0; ip link set br0 up; hostname slurmnode
+hostname {name}; ip link set lo up
+if [ -z "{first}" ]; then
+    ip link add eth0 type bridge
+else
+    ip link add eth0 type veth peer name {name} netns {first}
+    nsenter -t {first} -n ip link set {name} master eth0 up
+    mount --bind {own}/hooks {place}/hooks
+fi
+ip addr add 10.88.5.{number}/24 dev eth0; ip link set eth0 up
 place={place} root={root} prefix={prefix} closed={closed} project={project}
 if [ -n "$root" ]; then
     mount --bind "$root" "$root"
@@ -75,11 +87,116 @@ for each in passwd group hosts; do
     [ -e "$root/etc/$each" ] || touch "$root/etc/$each"
     mount --bind "$place/etc/$each" "$root/etc/$each"
 done
-mount --bind "$place/etc/slurm" "$root/etc/slurm"; mount --bind "$place/munge" "$root/run/munge"
+mount --bind "{slurm}" "$root/etc/slurm"; mount --bind "$place/munge" "$root/run/munge"
+mkdir -p "$root/run/slurm"; mount -t tmpfs -o mode=755 tmpfs "$root/run/slurm"
 for each in {hierarchies}; do
-    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$place/cgroup/$each"
+    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$root$place/cgroup/$each"  # where slurmd sees it
 done
 """
+
+
+@dataclass
+class Machine:
+    """A node of a cluster, in namespaces of its own."""
+
+    cluster: "Cluster"
+    number: int
+    """From 1, the node of slurmctld."""
+    _keeper: "subprocess.Popen[str] | None" = None
+
+    @property
+    def name(self) -> str:
+        """Its name in Slurm."""
+        return "slurmnode" if self.number == 1 else f"slurmnode{self.number}"
+
+    @property
+    def own(self) -> Path:
+        """The directory with its devices and hooks; the paths of hooks are those of the first node on each node."""
+        return self.cluster.place if self.number == 1 else self.cluster.place / self.name
+
+    @property
+    def devices(self) -> list[Path]:
+        return [self.own / "dev" / f"nvidia{number}" for number in range(self.cluster.gpus)]
+
+    @property
+    def pid(self) -> int:
+        """The first process of its namespaces."""
+        assert self._keeper is not None
+        return self._keeper.pid
+
+    @property
+    def groups(self) -> list[tuple[str, Path]]:
+        found = [(each, mounted(each)) for each in _HIERARCHIES if self.cluster.control_groups]
+        place = self.cluster.place
+        return [
+            (each, top / f"mpsd-tests-{os.getpid()}-{place.parent.name}-{place.name}-{self.number}")
+            for each, top in found
+            if top is not None
+        ]
+
+    def start(self) -> None:
+        """Make the namespaces; that of the first node's network connects the others."""
+        place, root = self.cluster.place, self.cluster.root
+        for _, group in self.groups:
+            group.mkdir()
+        joins = "".join(f'echo $$ >"{group}/cgroup.procs"; ' for _, group in self.groups)
+        keeper = [sys.executable, "-I", "-S", str(_KEEPER)]
+        prefix = Path(sys.base_prefix)
+        closed = next((each for each in reversed(prefix.parents) if not each.stat().st_mode & 0o001), "")
+        is_first = self.number == 1
+        setup = _SETUP.format(
+            name=self.name, number=self.number, first="" if is_first else self.cluster.machines[0].pid, own=self.own,
+            place=place, root=root or "", prefix=prefix, closed=closed, project=_ROOT,
+            slurm=place / "etc" / "slurm" if is_first or not self.cluster.configless else self.own / "slurm",
+            hierarchies=" ".join(each for each, _ in self.groups),
+        )  # fmt: skip
+        setup += 'exec "$@"\n' if root is None else f'exec chroot {root} "$@"\n'
+        script = f'{joins} exec unshare --mount --net --uts --cgroup --propagation private bash -c "$0" bash "$@"'
+        log = place / "log" / f"keeper.{self.name}"
+        with log.open("wb") as output:
+            self._keeper = subprocess.Popen(
+                ["bash", "-c", script, setup, *keeper], cwd="/", text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+            )  # fmt: skip
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
+        assert line == "ready\n", (line, log.read_text())
+
+    def run_daemon(self, name: str, *command: str) -> int:
+        """Start a program as root in these namespaces, in the foreground, and return its pid."""
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        environment = {"PATH": PATH, "HOME": "/root"}
+        output = self.cluster.place / "log" / f"{name}{'' if self.number == 1 else self.number}.out"
+        asked = {"start": command, "output": str(output), "environment": environment}
+        self._keeper.stdin.write(f"{json.dumps(asked)}\n")
+        return int(self._keeper.stdout.readline())
+
+    def command(self, *command: str, user: str | None = None) -> list[str]:
+        """Return a command line that runs a command in these namespaces, as root or as a user."""
+        inside = ["nsenter", "-t", str(self.pid), "-m", "-n", "-u", "-C", "-r", "-w"]
+        if user is None:
+            return [*inside, "env", "-i", f"PATH={PATH}", "HOME=/root", *command]
+        identity = [f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--clear-groups"]
+        return [*inside, "setpriv", *identity, "env", "-i", f"PATH={PATH}", "HOME=/tmp", f"USER={user}", *command]
+
+    def end(self) -> None:
+        """End every process here, and remove the control groups."""
+        for kind, group in self.groups:
+            if kind == "freezer":  # a suspended job cannot end
+                for each in group.rglob("freezer.state"):
+                    with contextlib.suppress(OSError):
+                        each.write_text("THAWED")
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            assert self._keeper.stdout is not None
+            self._keeper.stdin.close()
+            self._keeper.wait(30)
+            self._keeper.stdout.close()
+        for _, group in self.groups:
+            if group.exists():
+                wait_until(lambda group=group: _removed(group), what=f"{group} to be empty", not_yet=(OSError,))  # type: ignore[misc]
 
 
 @dataclass
@@ -89,7 +206,9 @@ class Cluster:
     place: Path
     root: Path | None = None
     """A root file system with another version of Slurm; the machine's own without one."""
+    nodes: int = 1
     gpus: int = 2
+    """GPUs of each node."""
     share: str = "mps"
     """The types of GRES by which GPUs are shared."""
     flags: str = ""
@@ -100,6 +219,8 @@ class Cluster:
     """Whether Slurm follows jobs by control groups of version 1; otherwise by what /proc tells of processes."""
     constrain: bool = True
     """Whether it bars the devices of others, by control groups."""
+    configless: bool = False
+    """Whether the nodes beside the first get their configuration from slurmctld."""
     configuration: str = ""
     """Further lines of slurm.conf."""
     reversed_devices: bool = False
@@ -107,35 +228,32 @@ class Cluster:
     shards: int = 4
     """Shards of each GPU."""
     pids: dict[str, int] = field(default_factory=dict)
-    _keeper: "subprocess.Popen[str] | None" = None
 
-    @property
-    def _groups(self) -> list[tuple[str, Path]]:
-        found = [(each, mounted(each)) for each in _HIERARCHIES if self.control_groups]
-        return [
-            (each, top / f"mpsd-tests-{os.getpid()}-{self.place.parent.name}-{self.place.name}")
-            for each, top in found
-            if top is not None
-        ]
+    def __post_init__(self) -> None:
+        self.machines = [Machine(self, number) for number in range(1, self.nodes + 1)]
 
     def write(self) -> None:
         """Write the configuration, and what belongs to it."""
-        for name in ("etc/slurm", "munge", "spool/ctld", "spool/slurmd", "log", "dev", "out", "hooks"):
+        for name in ("etc/slurm", "munge", "spool/ctld", "log", "out"):
             (self.place / name).mkdir(parents=True)
         self.place.chmod(0o755)
         for name in ("out", "log"):
             (self.place / name).chmod(0o1777)
-        devices = [self.place / "dev" / f"nvidia{number}" for number in range(self.gpus)]
-        for number, each in enumerate(devices):
-            os.mknod(each, 0o666 | 0o020000, os.makedev(195, number))
-            each.chmod(0o666)
+        for machine in self.machines:
+            (self.place / "spool" / machine.name).mkdir()
+            for name in ("dev", "hooks", "slurm"):
+                (machine.own / name).mkdir(parents=True)
+            for number, each in enumerate(machine.devices):
+                os.mknod(each, 0o666 | 0o020000, os.makedev(195, number))
+                each.chmod(0o666)
         etc, tree = self.place / "etc", self.root or Path("/")
         accounts = [f"{name}:x:{uid}:{uid}::/tmp:/bin/bash" for name, uid in USERS.items()]
         groups = [f"{name}:x:{uid}:" for name, uid in USERS.items()]
         passwd, group = (tree / "etc" / each for each in ("passwd", "group"))
         (etc / "passwd").write_text("\n".join([passwd.read_text().rstrip(), *accounts, ""]))
         (etc / "group").write_text("\n".join([group.read_text().rstrip(), *groups, ""]))
-        (etc / "hosts").write_text("127.0.0.1 localhost\n10.88.5.1 slurmnode\n")
+        addresses = [f"10.88.5.{each.number} {each.name}" for each in self.machines]
+        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses, ""]))
         munge = next(each.split(":") for each in passwd.read_text().splitlines() if each.startswith("munge:"))
         key = etc / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -143,19 +261,20 @@ class Cluster:
             os.chown(each, int(munge[2]), int(munge[3]))
         key.chmod(0o400)
         (self.place / "munge").chmod(0o711)
+        (etc / "slurm" / "gres.conf").write_text("\n".join([*self._gres(), ""]))
         types = [*self.share.split(), *self.more_gres]
         counts = {"mps": 100 * self.gpus, "shard": self.shards * self.gpus, **self.more_gres}
         gres = ",".join([f"gpu:{self.gpus}", *(f"{each}:{counts[each]}" for each in types)])
-        text = _CONFIGURATION.format(place=self.place, types=",".join(types), gres=f"Gres={gres} State=UNKNOWN")
-        flags = f" Flags={self.flags}" if self.flags else ""
-        if self.reversed_devices:
-            devices.reverse()
-        lines = [f"Name=gpu File={each}" for each in devices]
-        for kind, count in (("mps", 100), ("shard", self.shards)):
-            if kind in self.share.split():
-                lines += [f"Name={kind} Count={count} File={each}{flags}" for each in devices]
-        lines += [f"Name={each} Count={count} Flags=CountOnly" for each, count in self.more_gres.items()]
-        (etc / "slurm" / "gres.conf").write_text("\n".join([*lines, ""]))
+        names = [each.name for each in self.machines]
+        text = _CONFIGURATION.format(
+            place=self.place,
+            types=",".join(types),
+            names=names,
+            nodes=",".join(names),
+            gres=f"Gres={gres} State=UNKNOWN",
+        )
+        if self.configless:
+            text += "SlurmctldParameters=enable_configless\n"
         if self.control_groups:
             text += "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup\n"
             constrains = "yes" if self.constrain else "no"
@@ -169,56 +288,49 @@ class Cluster:
                 (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
         (etc / "slurm" / "slurm.conf").write_text(text + self.configuration)
 
+    def _gres(self) -> Iterator[str]:
+        """Yield the lines of gres.conf."""
+        flags = f" Flags={self.flags}" if self.flags else ""
+        for machine in self.machines:
+            node = "" if self.nodes == 1 else f"NodeName={machine.name} "
+            devices = machine.devices[::-1] if self.reversed_devices else machine.devices
+            yield from (f"{node}Name=gpu File={each}" for each in devices)
+            for kind, count in (("mps", 100), ("shard", self.shards)):
+                if kind in self.share.split():
+                    yield from (f"{node}Name={kind} Count={count} File={each}{flags}" for each in devices)
+        yield from (f"Name={each} Count={count} Flags=CountOnly" for each, count in self.more_gres.items())
+
     def start(self) -> "Cluster":
-        """Start the daemons on what was written, and wait until the node is idle."""
-        for _, group in self._groups:
-            group.mkdir()
-        joins = "".join(f'echo $$ >"{group}/cgroup.procs"; ' for _, group in self._groups)
-        keeper = [sys.executable, "-I", "-S", str(_KEEPER)]
-        prefix = Path(sys.base_prefix)
-        closed = next((each for each in reversed(prefix.parents) if not each.stat().st_mode & 0o001), "")
-        setup = _SETUP.format(
-            place=self.place, root=self.root or "", prefix=prefix, closed=closed, project=_ROOT,
-            hierarchies=" ".join(each for each, _ in self._groups),
-        )  # fmt: skip
-        setup += 'exec "$@"\n' if self.root is None else f'exec chroot {self.root} "$@"\n'
-        script = f'{joins} exec unshare --mount --net --uts --cgroup --propagation private bash -c "$0" bash "$@"'
-        with (self.place / "log" / "keeper").open("wb") as log:
-            self._keeper = subprocess.Popen(
-                ["bash", "-c", script, setup, *keeper], cwd="/", text=True, bufsize=1,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        assert line == "ready\n", (line, (self.place / "log" / "keeper").read_text())
+        """Start the daemons on what was written, and wait until the nodes are idle."""
+        for each in self.machines:
+            each.start()
         munge = ["setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", "--foreground"]
         options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
         options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
         self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
         self.start_slurmctld()
-        self.start_slurmd()
+        for each in self.machines:
+            self.start_slurmd(each)
         self.wait_until_idle()
         return self
 
     # -- daemons ------------------------------------------------------------------------------------------------------
 
     def run_daemon(self, name: str, *command: str) -> int:
-        """Start a program as root in the cluster's namespaces, in the foreground, and return its pid."""
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
-        environment = {"PATH": PATH, "HOME": "/root"}
-        asked = {"start": command, "output": str(self.place / "log" / f"{name}.out"), "environment": environment}
-        self._keeper.stdin.write(f"{json.dumps(asked)}\n")
-        self.pids[name] = int(self._keeper.stdout.readline())
+        """Start a program as root on the first node, in the foreground, and return its pid."""
+        self.pids[name] = self.machines[0].run_daemon(name, *command)
         return self.pids[name]
 
     def start_slurmctld(self) -> None:
         self.run_daemon("slurmctld", "slurmctld", "-D")
 
-    def start_slurmd(self) -> None:
-        """Start slurmd; it takes up the jobs of an earlier one."""
-        self.run_daemon("slurmd", "slurmd", "-D")
+    def start_slurmd(self, machine: Machine | None = None) -> None:
+        """Start slurmd, on the first node unless another is named; it takes up the jobs of an earlier one."""
+        if machine is None or machine is self.machines[0]:
+            self.run_daemon("slurmd", "slurmd", "-D")
+        else:
+            server = ["--conf-server", self.machines[0].name] if self.configless else []
+            machine.run_daemon("slurmd", "slurmd", "-D", *server)
 
     def kill(self, name: str) -> None:
         """End a daemon by SIGKILL."""
@@ -227,22 +339,18 @@ class Cluster:
         wait_until(lambda: look_at(pid) is None, what=f"{name} to be gone")
 
     def wait_until_idle(self, deadline: float = 30) -> None:
-        wait_until(lambda: self.node_state() == "idle", what="the node to be idle", deadline=deadline)
+        wait_until(lambda: self.node_state() == "idle", what="the nodes to be idle", deadline=deadline)
 
-    def node_state(self) -> str:
-        """Return the state of the node in Slurm's words, empty where slurmctld does not answer."""
-        return self.root_run("sinfo", "-h", "-o", "%t", check=False).stdout.strip()
+    def node_state(self, name: str = "") -> str:
+        """Return the state of a node, or of all, in Slurm's words; empty where slurmctld does not answer."""
+        named = [f"--nodes={name}"] if name else []
+        return self.root_run("sinfo", "-h", "-o", "%t", *named, check=False).stdout.strip()
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def command(self, *command: str, user: str | None = None) -> list[str]:
-        """Return a command line that runs a command in the cluster's namespaces, as root or as a user."""
-        assert self._keeper is not None
-        inside = ["nsenter", "-t", str(self._keeper.pid), "-m", "-n", "-u", "-C", "-r", "-w"]
-        if user is None:
-            return [*inside, "env", "-i", f"PATH={PATH}", "HOME=/root", *command]
-        identity = [f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--clear-groups"]
-        return [*inside, "setpriv", *identity, "env", "-i", f"PATH={PATH}", "HOME=/tmp", f"USER={user}", *command]
+        """Return a command line that runs a command on the first node, as root or as a user."""
+        return self.machines[0].command(*command, user=user)
 
     def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         return self._run(self.command(*command), check=check)
@@ -303,20 +411,8 @@ class Cluster:
 
     def close(self) -> None:
         """End every process of the cluster, and remove its control groups."""
-        for kind, group in self._groups:
-            if kind == "freezer":  # a suspended job cannot end
-                for each in group.rglob("freezer.state"):
-                    with contextlib.suppress(OSError):
-                        each.write_text("THAWED")
-        if self._keeper is not None:
-            assert self._keeper.stdin is not None
-            assert self._keeper.stdout is not None
-            self._keeper.stdin.close()
-            self._keeper.wait(30)
-            self._keeper.stdout.close()
-        for _, group in self._groups:
-            if group.exists():
-                wait_until(lambda group=group: _removed(group), what=f"{group} to be empty", not_yet=(OSError,))  # type: ignore[misc]
+        for each in reversed(self.machines):
+            each.end()
         shutil.rmtree(self.place, ignore_errors=True)
 
 

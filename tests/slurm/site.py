@@ -1,20 +1,21 @@
-"""A node with mpsd, simulated GPUs, and Slurm with mpsd's hooks."""
+"""Nodes with mpsd, simulated GPUs, and Slurm with mpsd's hooks."""
 
 import contextlib
 import json
 import os
-import select
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, TypeAlias
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
+from tests.driven import Driven
 from tests.fork_server import ForkServer
-from tests.harness import remove_tree, wait_until
+from tests.harness import look_at, remove_tree, wait_until
 from tests.node import Node
 from tests.slurm.cluster import USERS, Cluster
 
@@ -22,68 +23,47 @@ ROOT: Final = Path(__file__).parents[2]
 
 HOOKS: Final = {"Prolog": "prolog", "Epilog": "epilog", "TaskProlog": "task-prolog"}
 
-_DEADLINE: Final = 30.0
-
 _numbers = count(1)
 
+Start: TypeAlias = "Callable[..., contextlib.AbstractContextManager[Site]]"
 
-class Driven:
-    """A client of simulated GPUs in a job, with a pipe for each direction, which the test drives."""
+
+class Client(Driven):
+    """A client of simulated GPUs in a job; `script` is the job's."""
 
     def __init__(self, site: "Site") -> None:
-        self.directory = site.cluster.place / "out" / f"c{next(_numbers)}"
-        self.directory.mkdir()
-        self._ends = []
-        for name in ("in", "out"):
-            path = self.directory / name
-            os.mkfifo(path)
-            path.chmod(0o666)
-            self._ends.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))  # the test waits for no process to open it
-        self.directory.chmod(0o755)
-        self._read = b""
-        self.script = site.client(f'<"{self.directory}/in" >"{self.directory}/out"')
-
-    def answer(self, deadline: float = _DEADLINE) -> dict[str, Any]:
-        while b"\n" not in self._read:
-            assert select.select([self._ends[1]], [], [], deadline)[0], "a client in a job does not answer"
-            self._read += os.read(self._ends[1], 65536)
-        line, _, self._read = self._read.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def do(self, line: str) -> dict[str, Any]:
-        self.tell(line)
-        return self.answer()
-
-    def tell(self, line: str) -> None:
-        os.write(self._ends[0], f"{line}\n".encode())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._ends:
-            os.close(each)
+        directory = site.directory()
+        super().__init__(directory)
+        self.script = site.client(f'<"{directory}/in" >"{directory}/out"')
 
 
 class Site:
-    """The node."""
+    """A node of a cluster whose configuration is written, with its mpsd."""
 
-    def __init__(self, node: Node, cluster: Cluster) -> None:
+    def __init__(self, node: Node, cluster: Cluster, number: int = 0) -> None:
         self.node = node
         self.cluster = cluster
+        self.machine = cluster.machines[number]
+        (self.machine.own / "hooks" / "simulated").symlink_to(node.root / "run" / "simulated")
 
     @property
     def state_dir(self) -> Path:
-        return self.cluster.place / "state"
+        return self.machine.own / "state"
 
     def client(self, streams: str = "") -> str:
-        """Return a line of a job's script that becomes a client of simulated GPUs."""
-        words = [f"{VARIABLE}={self.node.root}/run/simulated", f"PYTHONPATH={ROOT}"]
+        """Return a line of a job's script that becomes a client of the simulated GPUs of the node it runs on."""
+        words = [f"{VARIABLE}={self.cluster.place}/hooks/simulated", f"PYTHONPATH={ROOT}"]
         return f"exec env {shlex.join([*words, *program()])} {streams}"
 
-    def driven(self) -> Driven:
-        return Driven(self)
+    def directory(self) -> Path:
+        """Make a directory for pipes to a job."""
+        made = self.cluster.place / "out" / f"c{next(_numbers)}"
+        made.mkdir(mode=0o755)
+        made.chmod(0o755)
+        return made
+
+    def driven(self) -> Client:
+        return Client(self)
 
     def leases(self, job: int | None = None) -> list[Any]:
         """Return the leases that have not ended, of a job or of all jobs."""
@@ -108,27 +88,35 @@ class Site:
         return f"{self.cluster.logs()}\n--- mpsd\n" + "\n".join(self.node.stderr.read_text().splitlines()[-20:])
 
 
-def write_hooks(cluster: Cluster, settings: Mapping[str, object], *, project: Path = ROOT) -> None:
-    """Write the hooks of a cluster, which run this checkout's mpsd-slurm with these settings."""
-    configuration = cluster.place / "hooks" / "slurm.toml"
-    configuration.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+def write_hooks(site: Site, settings: Mapping[str, object]) -> None:
+    """Write the hooks of a node, which run this checkout's mpsd-slurm with these settings."""
+    hooks, place = site.machine.own / "hooks", site.cluster.place / "hooks"
+    every = {"socket": str(site.node.socket), "state_dir": str(site.state_dir), **settings}
+    (hooks / "slurm.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in every.items()))
     packages = next(each for each in sys.path if each.endswith("site-packages"))
     python = Path(sys.executable).resolve()
     for name in HOOKS.values():
-        hook = cluster.place / "hooks" / name
         # As the installed program starts, without the packages that the machine's own Python may load by itself.
-        start = f"import sys; sys.path[:0] = {str(project)!r}, {packages!r}; from mpsd.slurm.__main__ import main"
-        hook.write_text(
-            f"#!/bin/sh\nMPSD_SLURM_CONFIG={configuration} exec {python} -I -S -c"
+        start = f"import sys; sys.path[:0] = {str(ROOT)!r}, {packages!r}; from mpsd.slurm.__main__ import main"
+        (hooks / name).write_text(
+            f"#!/bin/sh\nMPSD_SLURM_CONFIG={place}/slurm.toml exec {python} -I -S -c"
             f" {shlex.quote(f'{start}; sys.exit(main([{name!r}]))')}\n"
         )
-        hook.chmod(0o755)
-    cluster.place.joinpath("hooks").chmod(0o755)
+        (hooks / name).chmod(0o755)
+    hooks.chmod(0o755)
 
 
 def start_service(site: Site) -> None:
     """Start `mpsd-slurm service` beside slurmd."""
-    site.cluster.run_daemon("service", *hook_program(site, "service"))
+    site.cluster.pids[f"service{site.machine.number}"] = site.machine.run_daemon(
+        "service", *hook_program(site, "service")
+    )
+
+
+def stop_service(site: Site) -> None:
+    pid = site.cluster.pids.pop(f"service{site.machine.number}")
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: look_at(pid) is None, what="the service to end")
 
 
 def hook_program(site: Site, name: str) -> list[str]:
@@ -145,7 +133,7 @@ def configured(place: Path, *, flags: str = "Contain") -> str:
 
 
 @contextlib.contextmanager
-def site(
+def sites(
     place: Path,
     fork_server: ForkServer,
     *,
@@ -155,26 +143,41 @@ def site(
     more: Callable[[Path], str] = lambda _: "",
     gpus: int = 2,
     **options: Any,
-) -> Iterator[Site]:
-    """Start mpsd and a cluster beside it; `settings` are those of slurm.toml, `more` lines of slurm.conf."""
+) -> Iterator[list[Site]]:
+    """Start a cluster, and mpsd on each of its nodes.
+
+    `settings` are those of slurm.toml, `more` lines of slurm.conf, and `options` those of the cluster.
+    """
     place.mkdir(mode=0o711)
     place.chmod(0o711)
-    root = place / "n"
-    root.mkdir(mode=0o711)
-    node = Node(root=root, simulate=gpus, control=control, fork_server=fork_server, config=config)
     cluster = Cluster(place / "c", gpus=gpus, configuration=configured(place / "c") + more(place / "c"), **options)
+    nodes = []
+    for each in cluster.machines:
+        root = place / f"n{each.number}"
+        root.mkdir(mode=0o711)
+        nodes.append(Node(root=root, simulate=gpus, control=control, fork_server=fork_server, config=config))
     try:
-        node.start()
+        for node in nodes:
+            node.start()
         cluster.place.mkdir()
         cluster.write()
-        own = {"socket": str(node.socket), "state_dir": str(cluster.place / "state")}
-        write_hooks(cluster, {**own, **settings})
+        found = [Site(node, cluster, number) for number, node in enumerate(nodes)]
+        for each_site in found:
+            write_hooks(each_site, settings)
         cluster.start()
-        yield Site(node, cluster)
+        yield found
     finally:
         cluster.close()
-        node.clean_up()
+        for node in nodes:
+            node.clean_up()
         remove_tree(place)
 
 
-__all__ = ["USERS", "Driven", "Site", "site", "start_service"]
+@contextlib.contextmanager
+def site(place: Path, fork_server: ForkServer, **options: Any) -> Iterator[Site]:
+    """Start a cluster of one node with mpsd; the options are those of `sites`."""
+    with sites(place, fork_server, **options) as (started,):
+        yield started
+
+
+__all__ = ["USERS", "Client", "Site", "Start", "site", "sites", "start_service", "stop_service"]

@@ -13,8 +13,7 @@ GIB: Final = 1024**3
 
 _SLURM: Final = """
 messages = {}
-slurm = {SUCCESS = 0, ERROR = -1, log_info = function(...) table.insert(messages, string.format(...)) end,
-    log_user = function(...) table.insert(messages, string.format(...)) end}
+slurm = {SUCCESS = 0, ERROR = -1, log_user = function(...) table.insert(messages, string.format(...)) end}
 -- As Slurm's own records: a field that is not known is an error, not nil.
 local function record_of(fields, known)
     return setmetatable({}, {
@@ -22,7 +21,7 @@ local function record_of(fields, known)
         __newindex = function(_, name, value) assert(known[name], "no field " .. name); fields[name] = value end})
 end
 function new_record(fields, old)
-    local known = {comment = true, tres_per_job = true, tres_per_node = true, tres_per_socket = true}
+    local known = {comment = true, shared = true, tres_per_job = true, tres_per_node = true, tres_per_socket = true}
     if not old then known.tres_per_task = true end
     return record_of(fields, known)
 end
@@ -37,7 +36,7 @@ class Plugin:
         self._lua.execute(_SLURM)
         self.module: Any = self._lua.execute(SCRIPT.read_text(encoding="utf-8"))
 
-    def submit(self, fields: Mapping[str, str], *, old: bool = False) -> dict[str, Any] | str:
+    def submit(self, fields: Mapping[str, object], *, old: bool = False) -> dict[str, Any] | str:
         """Return the fields of the job that was let in, or the message of the refusal."""
         table = self._lua.table_from(fields)
         return self._outcome(self.module.submit(self._lua.globals().new_record(table, old)), table)
@@ -129,13 +128,24 @@ def test_jobs_without_a_share_are_left_alone(plugin: Plugin) -> None:
         ("gres/mps:10,gres/gpumem:1G,gres/gpumem:2G", "gpumem:1G and gpumem:2G: name it once"),
         ("gres/gpu:1,gres/gpumem:8G", "gpumem:8G is the memory of a share: add its threads"),
         ("gres/mps:10,gres/gpumem:81G", "gpumem:81G is more than a GPU has (gpumem:80G)"),
-        ("gres/mps:a100", "mps:a100 has no number"),
+        ("gres/mps:a100", "mps:a100 has no number: write it as mps:25"),
+        ("gres/mps:2 5", "mps:2 5 has no number"),
+        ("gres/mps:25\n", "mps:25\n has no number"),
+        ("gres/mps:10,gres/gpumem: 7G", "gpumem: 7G has no number: write it as gpumem:8G"),
+        ("gres/mps:10,gres/gpumem", "gpumem has no number"),
     ],
 )
 def test_what_can_never_run_is_refused(plugin: Plugin, written: str, said: str) -> None:
     answer = plugin.submit({"tres_per_node": written})
     assert isinstance(answer, str)
     assert answer.startswith(f"mpsd: {said}")
+
+
+def test_an_exclusive_job_has_no_share(plugin: Plugin) -> None:
+    """Slurm would never start it, since it gives such a job all GPUs of a node."""
+    assert "mps:10 can never run" in str(plugin.submit({"tres_per_node": "gres/mps:10", "shared": 0}))
+    assert "comment" in plugin.submit({"tres_per_node": "gres/mps:10", "shared": 2})  # of one user
+    assert plugin.submit({"tres_per_node": "gres/gpu:1", "shared": 0}) == {"tres_per_node": "gres/gpu:1", "shared": 0}
 
 
 @pytest.mark.parametrize("where", ["tres_per_job", "tres_per_socket", "tres_per_task"])
@@ -185,16 +195,22 @@ def test_a_change_of_the_comment_keeps_what_was_granted(plugin: Plugin, forged: 
     assert "mpsd:" not in job["comment"].lower()
 
 
-def test_a_change_of_the_request_replaces_it(plugin: Plugin) -> None:
-    assert plugin.modify("mpsd:threads=10 mine", {"tres_per_node": "gres/mps:20,gres/gpumem:1G"}) == {
-        "tres_per_node": "gres/mps:20,gres/gpumem:1G",
-        "comment": f"mpsd:threads=20,memory={GIB} mine",
-    }
-    assert plugin.modify("mpsd:threads=10 mine", {"tres_per_node": "gres/gpu:1"}) == {
-        "tres_per_node": "gres/gpu:1",
-        "comment": "mine",
-    }
-    assert "can never run" in str(plugin.modify("mpsd:threads=10", {"tres_per_node": "gres/mps:101"}))
+@pytest.mark.parametrize("field", ["tres_per_node", "tres_per_job", "tres_per_socket", "tres_per_task"])
+@pytest.mark.parametrize("written", ["gres/mps:20,gres/gpumem:1G", "gres/gpu:1", ""])
+def test_a_share_does_not_change(plugin: Plugin, field: str, written: str) -> None:
+    """What Slurm makes of the request is not known then: it may refuse the rest of the change, and keep the comment."""
+    said = "mpsd: a job keeps the share of a GPU that it was submitted with: cancel it, and submit another"
+    assert plugin.modify("mpsd:threads=10 mine", {field: written}) == said
+    assert plugin.modify("mpsd:threads=10 mine", {field: written, "comment": "mpsd:threads=20"}) == said
+    assert plugin.modify("mine", {field: written}) == (said if "mps" in written else {field: written})
+
+
+def test_a_script_that_fails_lets_no_job_pass(plugin: Plugin) -> None:
+    """As of an administrator who wrote a number as text, or emptied a table."""
+    plugin.module.gpu_memory = "80G"
+    assert "job_submit.lua has an error" in str(plugin.submit({"tres_per_node": "gres/mps:10,gres/gpumem:1G"}))
+    plugin.module.per_gpu = None
+    assert "job_submit.lua has an error" in str(plugin.modify("mine", {"tres_per_node": "gres/gpu:1"}))
 
 
 def test_other_changes_are_left_alone(plugin: Plugin) -> None:

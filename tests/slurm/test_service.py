@@ -1,22 +1,20 @@
 """The service beside slurmd: the node follows mpsd, jobs are accounted for, and no lease stays behind."""
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpsd.slurm.node import PREFIX
-from tests.fork_server import ForkServer
-from tests.harness import look_at, wait_until
-from tests.slurm.site import ROOT, Site
-from tests.slurm.site import site as running_site
+from tests.harness import wait_until
+from tests.slurm import building
+from tests.slurm.site import Site, Start, hook_program, start_service, stop_service
 
-pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
+pytestmark = [
+    pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
+    pytest.mark.root("run slurmd"),
+    pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True),
+]
 
 MIB = 2**20
 
@@ -24,35 +22,17 @@ SETTINGS = {"look": 1.0}
 
 
 @pytest.fixture(scope="module")
-def site(slurm: dict[str, Any], private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / f"sv{len(slurm)}", fork_server, settings=SETTINGS, **slurm) as started:
+def site(start: Start) -> Iterator[Site]:
+    with start(settings=SETTINGS) as started:
         start_service(started)
         yield started
 
 
 @pytest.fixture
-def own_site(place: Path, fork_server: ForkServer) -> Iterator[Site]:
+def own_site(start: Start) -> Iterator[Site]:
     """Start a site whose daemons the test may end."""
-    with running_site(place, fork_server, settings=SETTINGS) as started:
+    with start(settings=SETTINGS) as started:
         yield started
-
-
-def program(site: Site, name: str) -> list[str]:
-    """Return a command line of mpsd-slurm in the cluster's namespaces."""
-    packages = next(each for each in sys.path if each.endswith("site-packages"))
-    variables = {"MPSD_SLURM_CONFIG": f"{site.cluster.place}/hooks/slurm.toml", "PYTHONPATH": f"{ROOT}:{packages}"}
-    words = [f"{key}={value}" for key, value in variables.items()]
-    return ["env", *words, str(Path(sys.executable).resolve()), "-m", "mpsd.slurm", name]
-
-
-def start_service(site: Site) -> None:
-    site.cluster.run_daemon("service", *program(site, "service"))
-
-
-def stop_service(site: Site) -> None:
-    pid = site.cluster.pids.pop("service")
-    os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: look_at(pid) is None, what="the service to end")
 
 
 def reason(site: Site) -> str:
@@ -117,15 +97,15 @@ def looked(site: Site) -> None:
 def test_the_health_check_does_the_same_once(own_site: Site) -> None:
     """And a service that starts afterwards respects what an administrator has done since."""
     site = own_site
-    assert site.cluster.root_run(*program(site, "health")).returncode == 0
+    assert site.cluster.root_run(*hook_program(site, "health")).returncode == 0
     site.node.mpsctl("hold", "gpu0", "--reason", "by hand")
-    assert site.cluster.root_run(*program(site, "health"), check=False).returncode == 1
+    assert site.cluster.root_run(*hook_program(site, "health"), check=False).returncode == 1
     assert "by hand" in reason(site)
     site.node.mpsctl("resume", "gpu0")
-    assert site.cluster.root_run(*program(site, "health")).returncode == 0
+    assert site.cluster.root_run(*hook_program(site, "health")).returncode == 0
     wait_for_node(site, "idle")
     site.node.mpsctl("hold", "gpu0", "--reason", "again")
-    assert site.cluster.root_run(*program(site, "health"), check=False).returncode == 1
+    assert site.cluster.root_run(*hook_program(site, "health"), check=False).returncode == 1
     update_node(site, "state=resume")
     start_service(site)
     looked(site)

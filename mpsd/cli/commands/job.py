@@ -11,9 +11,10 @@ from mpsd.cli.command import with_api
 from mpsd.cli.job import keeper, launcher, place, rank
 from mpsd.cli.job.channel import Channel
 from mpsd.cli.leases import caller, start
-from mpsd.cli.options import DURATION, PERCENTAGE, Single, program
+from mpsd.cli.options import DURATION, MEMORY, THREADS, Single, program
 from mpsd.client import Client
 from mpsd.core.errors import InvalidRequestError, UnreachableError
+from mpsd.core.programs import job as jobs
 
 _JOB: Final = "MPSD_JOB"
 """Names the directory of the job to the ranks below `mpsctl job -- LAUNCHER`."""
@@ -38,7 +39,7 @@ _ATTEMPTS: Final = 5
 @click.option(
     "--threads",
     cls=Single,
-    type=PERCENTAGE,
+    type=THREADS,
     metavar="PERCENT",
     help="Percentage of the GPU's threads that each rank may use, such as 25.  [default: all of them]",
 )
@@ -46,6 +47,7 @@ _ATTEMPTS: Final = 5
 @click.option(
     "--memory",
     cls=Single,
+    type=MEMORY,
     metavar="SIZE",
     help="Device memory that each rank may use, such as 8GiB.  [default: all of it]",
 )
@@ -76,7 +78,7 @@ def job(
     processes: int | None,
     threads: float | None,
     share: str | None,
-    memory: str | None,
+    memory: int | None,
     gpus: str | None,
     within: float | None,
     simulate: int | None,
@@ -105,6 +107,8 @@ def job(
         raise click.UsageError("COMMAND is empty.")
     if share is not None and (threads is not None or memory is not None):
         raise click.UsageError("--share even gives each rank its part: leave --threads and --memory out.")
+    if gpus is not None:
+        jobs.check_gpus(gpus, simulate)
     start.check(command)
     options: dict[str, object] = {
         "processes": processes, "threads": threads, "even": True if share else None, "memory": memory, "gpus": gpus,

@@ -13,7 +13,7 @@ from typing import Final
 from mpsd.cli.command import note
 from mpsd.cli.job.channel import Channel, Message
 from mpsd.cli.job.descendants import end_descendants
-from mpsd.core.errors import JobFailedError
+from mpsd.core.errors import JobFailedError, MpsdError, error_named
 from mpsd.system.processes import foreground, parentage
 
 _PARENT_ENDED: Final = signal.SIGRTMAX
@@ -35,8 +35,8 @@ def run(
 ) -> int:
     """Join the job with this request, run the command once all ranks are ready, and return its exit status.
 
-    `outer`: it is the command around the launcher. Raises LostError, JobFailedError with the sentence that all ranks
-    get, and OSError where the command cannot be started.
+    `outer`: it is the command around the launcher. Raises LostError, the MpsdError that all ranks get, and OSError
+    where the command cannot be started.
     """
     parentage.adopt_orphans()
     launcher = os.getppid()
@@ -47,8 +47,8 @@ def run(
     channel.tell(**request)
     try:
         return _run(channel, _await(channel, first=True), command, variables, launcher=launcher, outer=outer)
-    except JobFailedError:
-        channel.tell(ended=JobFailedError.exit_code)
+    except MpsdError as error:
+        channel.tell(ended=error.exit_code)
         _await_end(channel)
         raise
 
@@ -89,13 +89,13 @@ def _end_with(launcher: int) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
-def failure(message: Message) -> JobFailedError:
-    """Return the error of a job that the keeper reports."""
-    return JobFailedError(message["fail"], hint=message["hint"])
+def failure(message: Message) -> MpsdError:
+    """Return the error that the keeper reports."""
+    return error_named(message["code"], message["fail"], hint=message["hint"])
 
 
 def _await(channel: Channel, *, first: bool = False) -> Message:
-    """Return the next message that is more than a note. Raises JobFailedError, and LostError before the first one."""
+    """Return the next message that is more than a note. Raises MpsdError, and LostError before the first one."""
     while True:
         channel.wait()
         if (message := channel.hear()) is not None:
@@ -137,7 +137,7 @@ def _probe(channel: Channel, probe: Sequence[str], environment: Mapping[str, str
 
 
 def _result(channel: Channel, printed: int) -> Message:
-    """Return the result that a probe prints. Raises JobFailedError where the keeper reports one first."""
+    """Return the result that a probe prints. Raises MpsdError where the keeper reports one first."""
     text = b""
     while not text.endswith(b"}\n"):
         if printed not in channel.wait(printed):
@@ -157,7 +157,7 @@ class _Overseer:
     """Hears the keeper while the program runs."""
 
     def __init__(self, channel: Channel, launcher: int, *, outer: bool) -> None:
-        self.failed: JobFailedError | None = None
+        self.failed: MpsdError | None = None
         """Why the program is ended."""
         self._channel = channel
         self._launcher = launcher
@@ -194,7 +194,7 @@ class _Overseer:
             return signal.SIGKILL
         return None
 
-    def _fail(self, error: JobFailedError) -> signal.Signals | None:
+    def _fail(self, error: MpsdError) -> signal.Signals | None:
         if self.failed is not None:
             return None
         self.failed, self._kill_at = error, time.monotonic() + _GRACE

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mpsd.cli.job import place
 from mpsd.client.client import Client
-from mpsd.core import job
-from mpsd.core.errors import JobFailedError, MpsdError, UnreachableError
-from mpsd.core.job import JobGpu
+from mpsd.core.errors import JobFailedError, MpsdError, UnreachableError, error_named
+from mpsd.core.programs import job
+from mpsd.core.programs.job import JobGpu
 from mpsd.system.processes import foreground
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Service:
         return () if self._private is None or self.is_ready else (self._until,)
 
     def heed(self) -> None:
-        """Take note that a private mpsd is ready, or has ended. Raises JobFailedError where it has, or is too late."""
+        """Take note that a private mpsd is ready, or has ended. Raises MpsdError where it has, or is too late."""
         if self._private is None:
             return
         there = select.select(self.descriptors, [], [], 0)[0]
@@ -105,7 +105,7 @@ class Service:
             self._private = None
             raise JobFailedError(f"the job's own mpsd was not ready within {_START:g} s", hint=_SEE_GPUS)
 
-    def _ended(self) -> JobFailedError:
+    def _ended(self) -> MpsdError:
         """Say why the private mpsd has ended; its control daemons have ended with it."""
         assert self._private is not None  # noqa: S101 - its caller saw it end
         status, was_ready = self._private.end(_END), self.is_ready
@@ -120,7 +120,8 @@ class Service:
                 f"the job's own mpsd ended unexpectedly, with status {status}, and its control daemons with it",
                 hint=_AGAIN,
             )
-        return JobFailedError(detail.removeprefix("mpsd: ").rpartition(" [")[0], hint=hint.removeprefix("  hint: "))
+        sentence, _, code = detail.removeprefix("mpsd: ").removesuffix("]").rpartition(" [")
+        return error_named(code, sentence, hint=hint.removeprefix("  hint: "))
 
     def close(self) -> None:
         """Release the leases of the job, and end a private mpsd with its control daemons."""

@@ -1,7 +1,7 @@
 """Whether the processes of a lease that wait for each other may begin, all of them at once. Pure."""
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mpsd.core import holders
 from mpsd.core.enforcement.verification import Verdict, Verification, VerifiedProcess
@@ -19,6 +19,11 @@ class Outcome(NamedTuple):
 OPEN = Outcome()
 """All of them begin."""
 
+_SEEN: Final = (
+    "mpsd sees the environment that a program is started with, and not what it sets itself: start each process by"
+    " mpsctl run, or by mpsd.spawn() or mpsd.Pool"
+)
+
 
 def judge(
     lease: Lease, wanted: int, waiting: Collection[int], seen: Verification, *, within: float | None
@@ -29,15 +34,17 @@ def judge(
     the lease. `within` is the time that the wait had, in seconds; None while that is not over.
     """
     # 1. Processes of a lease that has ended never begin.
-    # 2. A violation of one that waits is certain, whoever else comes. Those of other processes are their own.
+    # 2. A violation of one that waits is certain, whoever else comes, and so is a doubt that stays. Those of other
+    #    processes are their own.
     # 3. All begin when all are there and each is a client within its limits, and nothing about their GPUs is unknown.
     # 4. When the time is over, those that are missing are named first: nobody can say more about the others.
     if lease.state is LeaseState.ENDED:
         return Outcome(f"lease {lease.id} has ended: {lease.because}", "take out another lease for all of them")
     there = [each for each in seen.processes if each.pid in waiting]
-    wrong = next((each for each in there if each.verdict is Verdict.VIOLATION), None)
-    if wrong is not None:
-        return Outcome(f"{wrong.because}, so that no process of lease {lease.id} begins", wrong.hint or _again(lease))
+    certain = next((each for each in there if each.verdict is Verdict.VIOLATION or each.lasts), None)
+    if certain is not None:
+        hint = _SEEN if certain.lasts else certain.hint or _again(lease)
+        return Outcome(f"no process of lease {lease.id} begins: {certain.because}", hint)
     doubt = next(filter(None, (_doubt(pid, there) for pid in waiting)), "") or next(iter(seen.unknown), "")
     if len(waiting) == wanted and not doubt:
         return OPEN

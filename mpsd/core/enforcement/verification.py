@@ -56,6 +56,8 @@ class VerifiedProcess:
     """The minimum that it has; None in the same cases."""
     held: int | None = None
     """Bytes of the GPU's memory that it holds; None where that is unknown."""
+    lasts: bool = False
+    """Whether an unknown verdict stays: mpsd can learn nothing more about this process."""
     later: str = ""
     """The deficit of its later contexts, in a sentence; empty where they have their part, too."""
 
@@ -213,6 +215,7 @@ def _client(
         in_force=None if is_unknown else in_force.most,
         at_least=None if client.opened is None else in_force.least,
         held=_held(on),
+        lasts=verdict is Verdict.UNKNOWN and violations.lasts(client, lease, share, memory=memory),
         later=violations.of_later_contexts(client, lease, share, memory=memory),
     )
 

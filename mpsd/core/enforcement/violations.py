@@ -173,6 +173,15 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     return ""
 
 
+def lasts(client: Client, lease: Lease, share: Share, *, memory: bool) -> bool:
+    """Tell whether the limits of a lease's client stay unknown: they are in an environment that it has set itself.
+
+    What it was started with is known, and more than its part has been open to it, which nothing takes back.
+    """
+    is_known = client.opened is not None and isinstance(client.environment, Known)
+    return is_known and exceeds(can_use(client).most, part(lease, share), memory=memory) != ""
+
+
 def undecided(client: Client, may: Sequence[Lease]) -> str:
     """Describe a client of which only is known which leases it may have."""
     reason = client.environment.reason if isinstance(client.environment, Unknown) else ""

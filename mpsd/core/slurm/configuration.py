@@ -88,7 +88,6 @@ class Gres:
     flags: frozenset[str] = frozenset()
     nodes: str = ""
     """The nodes that it is for, as written; empty: all."""
-    autodetect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +145,4 @@ def _gres(text: str) -> Iterator[Gres]:
             count=count(found.get("count", "")),
             flags=frozenset(found.get("flags", "").lower().split(",")) - {""},
             nodes=found.get("nodename", ""),
-            autodetect=found.get("autodetect", ""),
         )

@@ -1,6 +1,7 @@
 """A job, as Slurm's hooks tell of it in their environment, and the share of each of its GPUs that it has. Pure.
 
-The variables of Prolog and Epilog are set by slurmd. Source: Slurm, "Prolog and Epilog Guide"; run on 22.05 and 26.05.
+The variables of Prolog and Epilog are set by slurmd. Source: Slurm, "Prolog and Epilog Guide"; run on 22.05, 24.11 and
+26.05.
 """
 
 import re
@@ -18,8 +19,8 @@ PREFIX: Final = "mpsd:"
 
 _REQUEST: Final = re.compile(r"mpsd:threads=([0-9]{1,3}(?:\.[0-9])?)(?:,memory=([0-9]{1,16}))?(?:\s|\Z)")
 
-_GROUP: Final = re.compile(r"job_([0-9]+)\Z")
-"""The control group of a job in version 1, and before 26.05 in version 2."""
+_GROUP: Final = re.compile(r"job_([0-9]+)\Z|(s[0-9A-Z]{13})\Z")
+"""The control group of a job: by its id in version 1, and before 26.05 in version 2; by its SLUID since."""
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,60}\Z")
 
@@ -140,16 +141,16 @@ def processes_of(request: Request, places: int | None) -> int | None:
 
 
 def job_in(groups: Collection[str], environment: Mapping[str, str]) -> str:
-    """Return the id of the job that a task belongs to, by the paths of its control groups, or by its environment.
+    """Return the id or the SLUID of a task's job, by the paths of its control groups, or by its environment.
 
-    A step of a heterogeneous job may have the id of another component in its environment.
+    Each task of a heterogeneous job has the id of the first component in SLURM_JOB_ID, and the SLUID of its own one.
     """
     for path in groups:
         for part in reversed(path.split("/")):
             if (found := _GROUP.match(part)) is not None:
-                return found[1]
-    named = environment.get("SLURM_JOB_ID", "")
-    return named if named.isdecimal() else ""
+                return found[1] or found[2]
+    named = (environment.get(each, "") for each in ("SLURM_JOB_SLUID", "SLURM_JOB_ID"))
+    return next((each for each in named if each.isalnum()), "")
 
 
 def has_share(environment: Mapping[str, str]) -> bool:

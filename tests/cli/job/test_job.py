@@ -150,6 +150,42 @@ def test_refusals(job: Job, arguments: list[str], variables: dict[str, str], sen
     assert job.is_gone()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--threads", "200"], "--threads: 200 % of the threads is more than 100 %"),
+        (["--threads", "0"], "--threads: 0 % of the threads is less than 0.1 %"),
+        (["--threads", "many"], "--threads: 'many' is not a percentage"),
+        (["--memory", "8G"], "--memory: '8G' has the ambiguous unit G"),
+        (["--memory", "512"], "--memory: 512 is a number of bytes, and less than 1 MiB"),
+        (["--memory", "4PiB"], "--memory: '4PiB' has the unknown unit"),
+        (["--memory", "1024TiB"], "--memory: pinned device memory limit of 1073741824 MiB is not between"),
+        (["--processes", "0"], "--processes: 0 is not in the range"),
+        (["--gpus", "nope"], "--gpus 'nope' names no GPU"),
+        (["--gpus", "3", "--simulate", "2"], "--gpus '3' is not from 1 to 2"),
+        (["--gpus", "0,7", "--simulate", "2"], "--gpus names '7', and the job may see no such GPU"),
+    ],
+)
+def test_refusals_before_the_start(job: Job, arguments: list[str], sentence: str) -> None:
+    """What can never be granted is refused with the way out, before anything is made."""
+    made = job.directory.stat().st_mtime_ns
+    assert job.start(*arguments, command=("true",)).process.wait(LATE) == 2
+    assert sentence in job.said
+    assert "[invalid_request]\n  hint: " in job.said
+    assert job.directory.stat().st_mtime_ns == made
+
+
+def test_refusals_after_the_start(job: Job) -> None:
+    """What only the keeper or mpsd can see has its own code and status, in all ranks."""
+    ranks = job.ranks(2, "--simulate", "1", "--memory", "1TiB")
+    assert [each.process.wait(LATE) for each in ranks] == [2, 2]
+    assert job.said.count("2 ranks on a GPU with 1024GiB each are more than") == 2
+    seen = job.start("--simulate", "2", command=("true",), variables={"CUDA_VISIBLE_DEVICES": "7"})
+    assert seen.process.wait(LATE) == 2
+    assert "CUDA_VISIBLE_DEVICES names '7', and the job may see no such GPU [invalid_request]" in job.said
+    assert job.is_gone()
+
+
 def test_command_is_not_found(job: Job) -> None:
     assert job.start("--simulate", "1", command=("no-such-program",)).process.wait(LATE) == 127
 

@@ -1,5 +1,6 @@
 """Who may begin at a gate: everybody or nobody, by what was seen of each of them."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -33,6 +34,12 @@ def seen(*verdicts: tuple[int, Verdict], unknown: tuple[str, ...] = ()) -> Verif
     return Verification(Verdict.OK, "", processes, unknown)
 
 
+def lasting(facts: Verification) -> Verification:
+    """Return the same, where the doubts stay."""
+    processes = tuple(replace(each, lasts=each.verdict is Verdict.UNKNOWN) for each in facts.processes)
+    return replace(facts, processes=processes)
+
+
 WELL: Final = ((1, Verdict.OK), (2, Verdict.OK))
 
 
@@ -48,10 +55,12 @@ WELL: Final = ((1, Verdict.OK), (2, Verdict.OK))
         ([1, 3], seen(*WELL), None, "process 3 is no client of MPS, and waits"),
         ([1, 2], seen((1, Verdict.OK), (2, Verdict.NOTHING)), None, "is verified after 5 s: 2 nothing"),
         ([1, 2], seen((1, Verdict.OK), (2, Verdict.UNKNOWN)), None, "is verified after 5 s: 2 unknown"),
+        ([1], lasting(seen((1, Verdict.UNKNOWN))), "lease-1 begins: 1 unknown", "lease-1 begins: 1 unknown"),
+        ([1, 2], lasting(seen(*WELL, (3, Verdict.UNKNOWN))), "", ""),
         ([1, 2], seen(*WELL, (2, Verdict.UNKNOWN)), None, "is verified after 5 s: 2 unknown"),
         ([1, 2], seen(*WELL, unknown=("gpu0 did not answer in time",)), None, "gpu0 did not answer in time"),
-        ([1], seen((1, Verdict.VIOLATION)), "1 violation, so that no process", "1 violation, so that no process"),
-        ([1, 2], seen(*WELL, (2, Verdict.VIOLATION)), "2 violation, so that", "2 violation, so that"),
+        ([1], seen((1, Verdict.VIOLATION)), "lease-1 begins: 1 violation", "lease-1 begins: 1 violation"),
+        ([1, 2], seen(*WELL, (2, Verdict.VIOLATION)), "begins: 2 violation", "begins: 2 violation"),
     ],
 )
 def test_judgement(waiting: list[int], facts: Verification, now: str | None, at_last: str) -> None:

@@ -92,7 +92,10 @@ def test_the_job_of_a_task() -> None:
     """The control group tells before the environment does."""
     groups = ["/user.slice", "/slurm/uid_3001/job_8/step_0/task_0"]
     assert job.job_in(groups, PROLOG) == "8"
-    assert job.job_in(["/system.slice/slurmstepd.scope/sEKNKTV3WPV500/step_0/user/task_0"], PROLOG) == "7"
+    sluid = "sEKNKTV3WPV500"
+    assert job.job_in([f"/system.slice/slurmstepd.scope/{sluid}/step_0/user/task_0"], PROLOG) == sluid
+    assert job.job_in([], {**PROLOG, "SLURM_JOB_SLUID": sluid}) == sluid
+    assert job.job_in([], PROLOG) == "7"
     assert job.job_in([], {"SLURM_JOB_ID": "7/../8"}) == ""
 
 

@@ -136,8 +136,24 @@ def test_outside(node: Node, lease: Any, clients: list[GatedClient]) -> None:
         at_the_gate(node, lease, one.pid)
         stray.wait(lease["id"], 3)
         said = one_failure(one, stray)
-        assert said.startswith(f"process {stray.pid} ")
+        assert said.startswith(f"no process of lease {lease['id']} begins: process {stray.pid} ")
         assert " runs on the GPU of gpu0 outside MPS, " in said
+
+
+def test_own_environment(node: Node) -> None:
+    """Beside a larger lease of its user, mpsd cannot know a process that set its own variables: it fails at once."""
+    admitted(node, threads=60, memory=16 * GIB)
+    with GatedClient(node, outside(node)) as client:
+        lease = admitted(node, pid=client.pid, processes=2, threads=20, memory=2 * GIB)
+        for name, value in lease["env"].items():
+            assert client.do(f"put {name} {value}")["ok"]
+        assert client.init()["mps"]
+        client.wait(lease["id"], 2, within=3000)
+        answer = client.answer()
+        verified = node.get(f"/v1/leases/{lease['id']}/verify").json
+        assert verified["verdict"] == "unknown"
+        assert answer["error"] == f"no process of lease {lease['id']} begins: {verified['because']}"
+        assert "by mpsctl run, or by mpsd.spawn()" in answer["hint"]
 
 
 def test_no_client(lease: Any, clients: list[GatedClient]) -> None:

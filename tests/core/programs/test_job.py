@@ -1,14 +1,15 @@
 """The GPUs of a job, the GPU of each rank, and the share of ranks."""
 
+import contextlib
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core import job
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.job import JobGpu
+from mpsd.core.programs import job
+from mpsd.core.programs.job import JobGpu
 from mpsd.core.units import GIB
 
 GPUS = [JobGpu(index, f"GPU-{index}{index}{index}", "H100", index // 2) for index in range(4)]
@@ -52,10 +53,21 @@ def test_chosen(text: str, indices: list[int]) -> None:
     assert [each.index for each in job.chosen(text, GPUS)] == indices
 
 
-@pytest.mark.parametrize("text", ["0", "5", "7,", "x"])
+@pytest.mark.parametrize("text", ["0", "", ",", "5", "7,", "x", "0,x", "GPU-4"])
 def test_chosen_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="--gpus"):
         job.chosen(text, GPUS)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "is_possible"),
+    [("64", None, True), ("GPU-3,0", None, True), ("x", None, False), ("2", 2, True), ("3", 2, False), ("2,", 2, False),
+     ("GPU-3,9", 2, True), ("all", 2, True), (",", 2, False)],
+)  # fmt: skip
+def test_gpus_before_they_are_known(text: str, count: int | None, *, is_possible: bool) -> None:
+    """What no node can satisfy is refused; whether a GPU has a UUID is not known yet."""
+    with contextlib.nullcontext() if is_possible else pytest.raises(InvalidRequestError, match="--gpus"):
+        job.check_gpus(text, count)
 
 
 @given(st.lists(st.sampled_from([frozenset({0}), frozenset({1}), frozenset({0, 1})]), min_size=4, max_size=70))
@@ -88,17 +100,15 @@ def test_share() -> None:
     assert share(None) == {"fraction": 1.0, "processes": "any"}
     assert share(8, threads=40.0) == {"threads": 40.0, "memory": 80 * GIB, "processes": "any"}
     assert share(8, even=True) == {"fraction": 1.0, "processes": 8}
-    assert share(4, memory="2GiB", threads=20.0) == {"threads": 80.0, "memory": 8 * GIB, "processes": 4}
-    assert share(3, memory="2GiB") == {"threads": pytest.approx(99.9), "memory": 6 * GIB, "processes": 3}
-    for refused in ({"even": True}, {"memory": "1GiB"}):
+    assert share(4, memory=2 * GIB, threads=20.0) == {"threads": 80.0, "memory": 8 * GIB, "processes": 4}
+    assert share(3, memory=2 * GIB) == {"threads": pytest.approx(99.9), "memory": 6 * GIB, "processes": 3}
+    for refused in ({"even": True}, {"memory": GIB}):
         with pytest.raises(InvalidRequestError, match="the number of ranks is not known"):
             share(None, **refused)
-    with pytest.raises(InvalidRequestError, match="'much'"):
-        share(None, memory="much")
     with pytest.raises(InvalidRequestError, match=r"8 ranks on a GPU with 25 % each"):
-        share(8, memory="1GiB", threads=25.0)
+        share(8, memory=GIB, threads=25.0)
     with pytest.raises(InvalidRequestError, match=r"8 ranks on a GPU with 11GiB each"):
-        share(8, memory="11GiB")
+        share(8, memory=11 * GIB)
 
 
 def test_placed() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from mpsd.core import gpu_names
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import briefly, format_size, parse_size
+from mpsd.core.units import briefly, format_size
 
 _NONE: Final = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES without a GPU. Source: the CUDA programming guide; Slurm sets the last one."""
@@ -79,16 +79,33 @@ def _named(source: str, text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
     return list(dict.fromkeys(found))
 
 
+def check_gpus(text: str, count: int | None) -> None:
+    """Refuse a `--gpus` that no node can satisfy, or none with `count` GPUs, which is None where it is not known.
+
+    Raises InvalidRequestError.
+    """
+    names = [*filter(None, map(str.strip, text.split(",")))]
+    if text != "all" and (text == "0" or not names or not all(map(gpu_names.is_name, names))):
+        raise InvalidRequestError(
+            f"--gpus {briefly(text)} names no GPU",
+            hint="give all, a number of GPUs, such as 2, or a list, such as 0,2 or UUIDs (nvidia-smi -L)",
+            limit="gpus",
+        )
+    if count is not None and not any(map(gpu_names.is_uuid, names)):
+        chosen(text, [JobGpu(index, "", "") for index in range(count)])
+
+
 def chosen(text: str, gpus: Sequence[JobGpu]) -> list[JobGpu]:
     """Return the GPUs that `--gpus` names, of those that the job may see: `all`, a number of GPUs, or a list.
 
     A number alone is a number of GPUs, and one with a comma the number of a GPU. Raises InvalidRequestError.
     """
+    check_gpus(text, None)
     if text == "all":
         return [*gpus]
     if not text.isdecimal():
         return _named("--gpus", text, gpus)
-    if not 1 <= int(text) <= len(gpus):
+    if int(text) > len(gpus):
         raise InvalidRequestError(
             f"--gpus {briefly(text)} is not from 1 to {len(gpus)}, the number of GPUs that the job may see",
             hint=f"choose a number up to {len(gpus)}, or a list, such as --gpus {gpus[0].index},",
@@ -126,17 +143,17 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
 
 
-def share(ranks: int | None, *, threads: float | None, memory: str | None, even: bool, free: int) -> dict[str, object]:
+def share(ranks: int | None, *, threads: float | None, memory: int | None, even: bool, free: int) -> dict[str, object]:
     """Return the request for the lease of the ranks on one GPU, of which `free` bytes are free.
 
-    Without a share, each rank may use all of the GPU. `threads` (percent) and `memory` are those of one rank. Raises
-    InvalidRequestError where their number has to be known, and where the parts exceed the GPU.
+    Without a share, each rank may use all of the GPU. `threads` (percent) and `memory` (bytes) are those of one rank.
+    Raises InvalidRequestError where their number has to be known, and where the parts exceed the GPU.
     """
     if not even and memory is None:
         if threads is None:
             return {"fraction": 1.0, "processes": "any"}
         return {"threads": threads, "memory": _whole(free), "processes": "any"}
-    each = 0 if memory is None else parse_size(memory)
+    each = memory or 0
     if ranks is None:
         raise InvalidRequestError(
             "the number of ranks is not known, and equal parts depend on it",

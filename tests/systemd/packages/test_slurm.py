@@ -1,19 +1,18 @@
-"""docs/slurm.md on a booted machine: Debian's packages of Slurm with their units, and mpsd's package, from setup to purge.
+"""docs/slurm.md on a booted machine, with Debian's packages of Slurm and mpsd's own: from the setup to the purge.
 
 Slurm's control groups are of version 1 here, as those of the kernel that the machine shares. systemd-nspawn mounts its
-part of them read-only, so the test mounts the two that Slurm uses anew. Only the GPU is simulated, with its device file.
+part of them read-only, so the test mounts the two that Slurm uses anew. Simulated are the GPU and its device file.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from mpsd.core.units import GIB, MIB
+from mpsd.core.units import MIB
 from mpsd.slurm.node import PREFIX
 from tests import systemd
 from tests.harness import wait_until
@@ -87,7 +86,9 @@ _QUICK: Final = "[Manager]\nDefaultTimeoutStopSec=3s\n"
 
 def commands(part: str) -> list[str]:
     """Return the commands of the page in the part with this anchor."""
-    text = re.split(r'^## |^<a id="', PAGE.read_text(encoding="utf-8").partition(f'<a id="{part}"></a>\n## ')[2], flags=re.MULTILINE)[0]
+    text = re.split(
+        r'^## |^<a id="', PAGE.read_text(encoding="utf-8").partition(f'<a id="{part}"></a>\n## ')[2], flags=re.MULTILINE
+    )[0]
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line]
 
@@ -146,12 +147,14 @@ class Node:
         """Return what Slurm says about a job; empty once it has forgotten it."""
         said = self.machine.run("scontrol", "show", "job", str(job), check=False).stdout
         whole = dict(re.findall(r"^ *(\w+)=(.*)$", said, re.MULTILINE))
-        return {**dict(re.findall(r"(\w+)=(\S*)", said)), **{"AdminComment": whole.get("AdminComment", "")}}
+        return {**dict(re.findall(r"(\w+)=(\S*)", said)), "AdminComment": whole.get("AdminComment", "")}
 
     def wait_for(self, job: int, *states: str) -> None:
         try:
             wait_until(
-                lambda: self.shown(job).get("JobState") in states, what=f"{job} to be {' or '.join(states)}", deadline=60
+                lambda: self.shown(job).get("JobState") in states,
+                what=f"{job} to be {' or '.join(states)}",
+                deadline=60,
             )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.shown(job)}\n{self.story()}") from None
@@ -333,7 +336,9 @@ class TestSlurm:
         machine.run("scancel", str(job))
         node.wait_until_it_is("idle")
         machine.run("dpkg", "--purge", "mpsd")
-        assert machine.run("systemctl", "is-active", "mpsd", "mpsd-slurm", check=False).stdout.split() == ["inactive"] * 2
+        assert (
+            machine.run("systemctl", "is-active", "mpsd", "mpsd-slurm", check=False).stdout.split() == ["inactive"] * 2
+        )
         for path in ("/etc/mpsd", "/run/mpsd-slurm", "/etc/systemd/system/multi-user.target.wants/mpsd-slurm.service"):
             assert machine.run("ls", path, check=False).returncode != 0, path
         node.wait_for(node.job("ann", "sbatch --wrap=hostname"), "COMPLETED")

@@ -1,15 +1,16 @@
 """The program `mpsd-slurm`: the hooks of slurmd, its health check, and the service beside it.
 
-slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is.
+slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is,
+and otherwise slurmd. Nothing of mpsd's is imported above: an upgrade may replace its files while a hook starts.
 """
 
 import gc
 import os
 import sys
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from mpsd.core.errors import MpsdError
-from mpsd.core.slurm.settings import FILE, Settings, parse
+if TYPE_CHECKING:
+    from mpsd.core.slurm.settings import Settings
 
 CONFIG: Final = "MPSD_SLURM_CONFIG"
 """The variable with the path of another configuration file; slurmd's hooks have none, unless slurmd was started so."""
@@ -19,12 +20,16 @@ _USAGE: Final = "usage: mpsd-slurm prolog|task-prolog|epilog|health|service"
 _NAMES: Final = frozenset({"prolog", "task-prolog", "epilog", "health"})
 """What slurmd runs, by the names of the links to this program."""
 
+_CONTEXTS: Final = {"prolog_slurmd": "prolog", "prolog_task": "task-prolog", "epilog_slurmd": "epilog"}
+"""The hooks by slurmd's variable, for links of other names, as in a directory of Prologs. Run on 22.05 and 26.05."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one hook, and return its exit status: that of Prolog and Epilog is always 0, since Slurm drains the node."""
     if arguments is None:
         name = os.path.basename(sys.argv[0])
-        arguments = [name] if name in _NAMES else sys.argv[1:]
+        told = _CONTEXTS.get(os.environ.get("SLURM_SCRIPT_CONTEXT", ""))
+        arguments = [name] if name in _NAMES else sys.argv[1:] or ([told] if told else [])
     match arguments:
         case ["prolog" | "epilog" as name]:
             _leave(_as_root(name))
@@ -43,7 +48,9 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _settings() -> Settings:
+def _settings() -> "Settings":
+    from mpsd.core.slurm.settings import FILE, Settings, parse
+
     try:
         with open(os.environ.get(CONFIG) or FILE, encoding="utf-8") as file:
             return parse(file.read())
@@ -53,19 +60,23 @@ def _settings() -> Settings:
 
 def _as_root(name: str) -> int:
     gc.disable()  # it ends before there is garbage, and slurmd waits for it
-    from mpsd.slurm import hooks
-
     try:
+        from mpsd.slurm import hooks
+
         getattr(hooks, name)(_settings(), os.environ)
     except Exception as error:  # noqa: BLE001 - whatever it is: the node must not be drained
-        hooks.said(error, getattr(error, "hint", ""))
+        hint = getattr(error, "hint", "")
+        sys.stderr.write(f"mpsd: {error}" + (f"; {hint}" if hint else "") + "\n")
     return 0
 
 
 def _as_user() -> int:
     gc.disable()
-    from mpsd.slurm import hooks
-
+    try:
+        from mpsd.slurm import hooks
+    except ImportError as error:
+        sys.stdout.write(f"print mpsd: {error}\n")
+        return 1
     try:
         sys.stdout.write(hooks.task_prolog(_settings(), os.environ))
     except Exception as error:  # noqa: BLE001 - the user must see it, and slurmstepd drops what comes to stderr
@@ -75,6 +86,7 @@ def _as_user() -> int:
 
 
 def _beside(name: str) -> int:
+    from mpsd.core.errors import MpsdError
     from mpsd.slurm import service
 
     try:

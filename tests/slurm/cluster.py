@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tests.control_groups import mounted
 from tests.harness import look_at, wait_until
+from tests.slurm import database
 
 _ROOT: Final = Path(__file__).parents[2]
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -26,8 +27,17 @@ PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 USERS: Final = {"ann": 3001, "bert": 3002, "cleo": 3003}
 
-_HIERARCHIES: Final = ("freezer", "devices")
+VERSION: Final = 2 if mounted("freezer") is None else 1
+"""The version of the control groups by which Slurm follows jobs here: 1 also on a machine that has both."""
+
+_HIERARCHIES: Final = ("freezer", "devices") if VERSION == 1 else ()
 """Those of version 1 that Slurm uses here: to follow the processes of a job, and to bar devices."""
+
+_PLUGIN: Final = {
+    1: "CgroupPlugin=cgroup/v1\nCgroupMountpoint={place}/cgroup\n",
+    2: "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n",
+}
+"""With version 2, slurmd takes only the hierarchy that the first process of the machine sees."""
 
 _CONFIGURATION: Final = """\
 ClusterName=toy
@@ -181,6 +191,9 @@ class Machine:
         identity = [f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--clear-groups"]
         return [*inside, "setpriv", *identity, "env", "-i", f"PATH={PATH}", "HOME=/tmp", f"USER={user}", *command]
 
+    def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        return self.cluster.finished(self.command(*command), check=check)
+
     def end(self) -> None:
         """End every process here, and remove the control groups."""
         for kind, group in self.groups:
@@ -197,6 +210,9 @@ class Machine:
         for _, group in self.groups:
             if group.exists():
                 wait_until(lambda group=group: _removed(group), what=f"{group} to be empty", not_yet=(OSError,))  # type: ignore[misc]
+        if VERSION == 2 and (top := mounted("cgroup2")) is not None:
+            with contextlib.suppress(OSError):  # a cluster of another test may be in it
+                _removed(top / "system.slice" / f"{self.name}_slurmstepd.scope")
 
 
 @dataclass
@@ -216,7 +232,7 @@ class Cluster:
     more_gres: Mapping[str, int] = field(default_factory=dict)
     """Further GRES, each with its number, which stands for no device."""
     control_groups: bool = True
-    """Whether Slurm follows jobs by control groups of version 1; otherwise by what /proc tells of processes."""
+    """Whether Slurm follows jobs by control groups; otherwise by what /proc tells of processes."""
     constrain: bool = True
     """Whether it bars the devices of others, by control groups."""
     configless: bool = False
@@ -227,6 +243,8 @@ class Cluster:
     """Whether gres.conf names the devices from the last one on."""
     shards: int = 4
     """Shards of each GPU."""
+    slurmdbd: bool = False
+    """Whether slurmdbd keeps the accounts of jobs."""
     pids: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -261,7 +279,6 @@ class Cluster:
             os.chown(each, int(munge[2]), int(munge[3]))
         key.chmod(0o400)
         (self.place / "munge").chmod(0o711)
-        (etc / "slurm" / "gres.conf").write_text("\n".join([*self._gres(), ""]))
         types = [*self.share.split(), *self.more_gres]
         counts = {"mps": 100 * self.gpus, "shard": self.shards * self.gpus, **self.more_gres}
         gres = ",".join([f"gpu:{self.gpus}", *(f"{each}:{counts[each]}" for each in types)])
@@ -279,14 +296,22 @@ class Cluster:
             text += "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup\n"
             constrains = "yes" if self.constrain else "no"
             (etc / "slurm" / "cgroup.conf").write_text(
-                f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.place}/cgroup\nConstrainDevices={constrains}\n"
+                f"{_PLUGIN[VERSION].format(place=self.place)}ConstrainDevices={constrains}\n"
                 "ConstrainCores=no\nConstrainRAMSpace=no\n"
             )
         else:
             text += "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
             if self.root is not None:
                 (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
-        (etc / "slurm" / "slurm.conf").write_text(text + self.configuration)
+        database.write(self, text + self._included("slurm.conf", self.configuration))
+        (etc / "slurm" / "gres.conf").write_text(self._included("gres.conf", "\n".join([*self._gres(), ""])))
+
+    def _included(self, name: str, lines: str) -> str:
+        """Return lines of a file of Slurm, or, where nodes get it from slurmctld, one that includes them."""
+        if not self.configless:
+            return lines
+        (self.place / "etc" / "slurm" / f"further-{name}").write_text(lines)
+        return f"Include further-{name}\n"
 
     def _gres(self) -> Iterator[str]:
         """Yield the lines of gres.conf."""
@@ -308,6 +333,8 @@ class Cluster:
         options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
         options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
         self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
+        if self.slurmdbd:
+            database.start(self)
         self.start_slurmctld()
         for each in self.machines:
             self.start_slurmd(each)
@@ -353,13 +380,14 @@ class Cluster:
         return self.machines[0].command(*command, user=user)
 
     def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        return self._run(self.command(*command), check=check)
+        return self.finished(self.command(*command), check=check)
 
     def run(self, user: str, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command as a user."""
-        return self._run(self.command(*command, user=user), check=check)
+        return self.finished(self.command(*command, user=user), check=check)
 
-    def _run(self, command: Sequence[str], *, check: bool) -> "subprocess.CompletedProcess[str]":
+    def finished(self, command: Sequence[str], *, check: bool) -> "subprocess.CompletedProcess[str]":
+        """Run a command line of `command` to its end."""
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=50, check=False, stdin=subprocess.DEVNULL, cwd="/"
         )

@@ -193,7 +193,7 @@ TABLE: Final = (
         others=("--cuda-memory-pool-byte-size",),
     ),
 )
-PYTORCH, JAX, TENSORFLOW, VLLM, SGLANG, TRITON = TABLE
+_, JAX, _, VLLM, SGLANG, _ = TABLE
 LIBRARIES: Final = tuple(each.library for each in TABLE if each.library)
 NAMES: Final = tuple(each.name.lower() for each in TABLE)
 """The names by which `advice` knows them."""

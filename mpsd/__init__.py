@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from mpsd.client.async_client import AsyncClient
     from mpsd.client.client import Client
     from mpsd.client.lease import Lease, Verification, WholeGpuWarning, current, lease
-    from mpsd.client.pool import Pool
-    from mpsd.client.processes import Process, process, spawn
+    from mpsd.client.processes.pool import Pool, process
+    from mpsd.client.processes.program import Process, spawn
     from mpsd.core.errors import MpsdError
 
 __version__ = "0.1.0"
@@ -24,7 +24,8 @@ __all__ += ["current", "errors", "lease", "process", "spawn"]
 
 _PLACES = {
     **dict.fromkeys(("lease", "Lease", "Verification", "WholeGpuWarning", "current"), "mpsd.client.lease"),
-    **dict.fromkeys(("spawn", "Process", "Pool", "process"), "mpsd.client.processes"),
+    **dict.fromkeys(("spawn", "Process"), "mpsd.client.processes.program"),
+    **dict.fromkeys(("Pool", "process"), "mpsd.client.processes.pool"),
     "AsyncClient": "mpsd.client.async_client",
     "Client": "mpsd.client.client",
     "MpsdError": "mpsd.core.errors",

@@ -322,8 +322,8 @@ def job(root: Path, *, visible: str | None, by_bus: bool, gpus: str, simulate: i
     from dataclasses import replace
 
     from mpsd.cli.job import place
-    from mpsd.core import job as jobs
     from mpsd.core.model import Gpu
+    from mpsd.core.programs import job as jobs
     from mpsd.core.settings import Settings
     from mpsd.system.gpus.chosen import ChosenGpus
 

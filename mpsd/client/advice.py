@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from mpsd.core import frameworks
 from mpsd.core.errors import NotFoundError
-from mpsd.core.frameworks import Advice
+from mpsd.core.programs import frameworks
+from mpsd.core.programs.frameworks import Advice
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types

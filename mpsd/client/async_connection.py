@@ -14,7 +14,7 @@ from math import inf
 from typing import Self
 
 from mpsd.client import exchange
-from mpsd.client.connection import DEADLINE, MOST, MOST_IDLE, SOCKET, is_over, new_socket
+from mpsd.client.connection import DEADLINE, MOST, MOST_IDLE, SOCKET, Link, new_socket
 from mpsd.core.errors import UntrustedSocketError
 
 _FIRST_PAUSE = 0.01
@@ -161,27 +161,14 @@ async def _connect(path: str, deadline: float, trusted: Collection[int]) -> sock
     return connection
 
 
-class _Link:
-    """One socket, for one exchange at a time.
-
-    Every method raises TimeoutError once the time given to `begin` has passed, OSError when the connection breaks, and
-    the errors of `Answer`.
-    """
+class _Link(Link):
+    """One whose calls wait in the loop."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.is_reusable = True
-        """Whether the last answer was read completely, so that the socket can carry another request."""
-        self._connection = connection
+        super().__init__(connection)
         self._end: float | None = None
         self._answer = exchange.Answer()
         self._pieces = self._answer.pieces()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def is_over(self) -> bool:
-        """Tell whether its peer has closed it, between two exchanges: nothing may be received then."""
-        return is_over(self._connection)
 
     def begin(self, seconds: float) -> None:
         """Set the time for the following exchange."""

@@ -222,15 +222,6 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def is_over(connection: socket.socket) -> bool:
-    """Tell whether a socket is closed, at either end, between two exchanges: nothing may be received then."""
-    if connection.fileno() < 0:
-        return True
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 def _connect(path: str, deadline: float, trusted: Collection[int]) -> socket.socket:
     """Connect, and wait until a busy mpsd accepts. Raises UnreachableError, and UntrustedSocketError."""
     connection = new_socket()
@@ -250,27 +241,38 @@ def _connect(path: str, deadline: float, trusted: Collection[int]) -> socket.soc
     return connection
 
 
-class _Link:
+class Link:
     """One socket, for one exchange at a time.
 
-    Every method raises TimeoutError once the time given to `begin` has passed, OSError when the connection breaks, and
-    the errors of `Answer`.
+    Where a method waits, it raises TimeoutError once the time of the exchange has passed, OSError when the connection
+    breaks, and the errors of `Answer`.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.is_reusable = True
         """Whether the last answer was read completely, so that the socket can carry another request."""
         self._connection = connection
-        self._end = 0.0
-        self._meanwhile: Meanwhile | None = None
-        self._next_look = inf
 
     def close(self) -> None:
         self._connection.close()
 
     def is_over(self) -> bool:
-        """Tell whether its peer has closed it, between two exchanges: nothing may be received then."""
-        return is_over(self._connection)
+        """Tell whether it is closed, at either end, between two exchanges: nothing may be received then."""
+        if self._connection.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class _Link(Link):
+    """One whose calls block."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._end = 0.0
+        self._meanwhile: Meanwhile | None = None
+        self._next_look = inf
 
     def begin(self, seconds: float, meanwhile: Meanwhile | None) -> None:
         """Set the time for the following exchange, and the callback that runs while it waits."""

@@ -32,7 +32,7 @@ from mpsd.core.errors import CudaInitializedError, InvalidRequestError, MpsdErro
 if TYPE_CHECKING:
     from mpsd.client import answer_types
     from mpsd.client.watcher import Watcher
-    from mpsd.core.frameworks import Advice
+    from mpsd.core.programs.frameworks import Advice
 
 OnEnding: TypeAlias = "Callable[[Lease, float], object]"
 OnDraining: TypeAlias = "Callable[[Lease], object]"

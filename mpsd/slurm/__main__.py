@@ -1,6 +1,7 @@
 """The program `mpsd-slurm`: the hooks of slurmd, its health check, and the service beside it.
 
-slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is.
+slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is,
+and otherwise slurmd.
 """
 
 import gc
@@ -19,12 +20,16 @@ _USAGE: Final = "usage: mpsd-slurm prolog|task-prolog|epilog|health|service"
 _NAMES: Final = frozenset({"prolog", "task-prolog", "epilog", "health"})
 """What slurmd runs, by the names of the links to this program."""
 
+_CONTEXTS: Final = {"prolog_slurmd": "prolog", "prolog_task": "task-prolog", "epilog_slurmd": "epilog"}
+"""The hooks by slurmd's variable, for links of other names, as in a directory of Prologs. Run on 22.05 and 26.05."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one hook, and return its exit status: that of Prolog and Epilog is always 0, since Slurm drains the node."""
     if arguments is None:
         name = os.path.basename(sys.argv[0])
-        arguments = [name] if name in _NAMES else sys.argv[1:]
+        told = _CONTEXTS.get(os.environ.get("SLURM_SCRIPT_CONTEXT", ""))
+        arguments = [name] if name in _NAMES else sys.argv[1:] or ([told] if told else [])
     match arguments:
         case ["prolog" | "epilog" as name]:
             _leave(_as_root(name))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,14 @@ def test_files_are_written_once_and_kept(tmp_path: Path) -> None:
 def test_the_settings_of_install_are_accepted() -> None:
     assert settings.parse('comment = true\nsocket = "/run/x.sock"\n').comment
     assert "mpsd.submit = " in slurm.script()
+
+
+def test_a_hook_by_a_link_of_any_name(tmp_path: Path) -> None:
+    """As in a directory of Prologs: slurmd says which hook it runs. An unknown name would drain the node."""
+    link = tmp_path / "50-mpsd"
+    link.symlink_to(Path(sys.executable).with_name("mpsd-slurm"))
+    for context, status, said in (("epilog_slurmd", 0, ""), ("prolog_slurmd", 0, "mpsd: "), ("", 2, "usage: ")):
+        job = {} if said else {"SLURM_JOB_ID": "4711", "SLURM_JOB_UID": "0"}
+        variables = {"SLURM_SCRIPT_CONTEXT": context, **job}
+        done = subprocess.run([link], env=variables, capture_output=True, text=True, timeout=30, check=False)
+        assert (done.returncode, done.stderr[: len(said)]) == (status, said)

@@ -4,8 +4,8 @@ import pytest
 
 from mpsd.client import Client
 from mpsd.client.advice import advice_for
-from mpsd.core import frameworks
 from mpsd.core.errors import InvalidRequestError, NotFoundError
+from mpsd.core.programs import frameworks
 from tests.node import Node
 
 

@@ -71,7 +71,8 @@ def run(folder: Path, node: Node, name: str, victim: str, line: int) -> int:
     """Run a program whose client is killed at this line, counted from its start; return the lines that it ran."""
     marker = f"MPSD_TEST_MARKER=killed-{name}-{victim}-{line}"
     text = f"""
-        import mpsd.client.processes, mpsd.client.watcher, mpsd.core.units, multiprocessing.resource_tracker
+        import mpsd.client.processes.pool, mpsd.client.processes.program, mpsd.client.watcher, mpsd.core.units
+        import multiprocessing.resource_tracker
         sys.settrace(trace)
         threading.settrace(trace)
         {MAIN[name]}

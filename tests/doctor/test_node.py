@@ -14,7 +14,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.doctor.table import CHECKS
-from mpsd.core.frameworks import advice
+from mpsd.core.programs.frameworks import advice
 from tests.control_groups import control_group, joins
 from tests.daemon.conftest import Start
 from tests.daemon.gpu.test_compute_mode import (

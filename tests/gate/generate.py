@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import demo
-from mpsd.core import frameworks
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
+from mpsd.core.programs import frameworks
 from mpsd.core.units import GIB
 from tests.gate import async_routes, completions, manual, protocol
 from tests.gate.source import imports, modules

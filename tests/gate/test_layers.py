@@ -35,7 +35,8 @@ ROOMS: Final = {
     "core/enforcement": "core core/mps",
     "core/supervision": "core",
     "core/metrics": "core core/mps core/admission",
-    "core/doctor": "core core/mps",
+    "core/programs": "core",
+    "core/doctor": "core core/mps core/programs",
     "core/containers": "core",
     "core/kubernetes": "core core/configuration core/containers core/mps",
     "core/dra": "core core/containers core/kubernetes",
@@ -68,6 +69,7 @@ ROOMS: Final = {
         " daemon/node daemon/accounting daemon/metrics daemon/api"
     ),
     "client": "",
+    "client/processes": "client",
     "cli": "cli/commands",  # doctor's own room uses nothing else
     "cli/leases": "cli",
     "cli/top": "cli",
@@ -147,11 +149,7 @@ LATE: Final = (
     "mpsd.cli.doctor_run",
     "mpsd.cli.web",
     "mpsd.client.async_",
-    "mpsd.client.ends",
-    "mpsd.client.pool",
-    "mpsd.client.processes",
-    "mpsd.client.starter",
-    "mpsd.client.worker",
+    "mpsd.client.processes.",
 )
 """The modules that one command of mpsctl, or one name of mpsd, alone imports, when it is used: they may be slow to
 import."""

@@ -15,7 +15,7 @@ MAY_SLEEP: Final = {
 
 BOUNDARIES: Final = {
     "mpsd/cli/job/keeper.py": "nothing is handled: the ranks hear of a defect before it ends the keeper",
-    "mpsd/client/starter.py": "nothing is handled: what the start of a process raised is raised where it is awaited",
+    "mpsd/client/processes/starter.py": "nothing is handled: what a start raised is raised where it is awaited",
     "mpsd/client/async_client.py": "nothing is handled: whatever ends a task, such as its cancellation, ends its lease",
     "mpsd/client/watcher.py": "what a callback of the program raises is logged, and must not end the renewals",
     "mpsd/client/waiting.py": "nothing is handled: whatever ends a wait, such as KeyboardInterrupt, gives up its place",

@@ -90,7 +90,7 @@ done
 mount --bind "{slurm}" "$root/etc/slurm"; mount --bind "$place/munge" "$root/run/munge"
 mkdir -p "$root/run/slurm"; mount -t tmpfs -o mode=755 tmpfs "$root/run/slurm"
 for each in {hierarchies}; do
-    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$place/cgroup/$each"
+    mkdir -p "$place/cgroup/$each"; mount -t cgroup -o $each cgroup "$root$place/cgroup/$each"  # where slurmd sees it
 done
 """
 

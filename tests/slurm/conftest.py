@@ -9,30 +9,38 @@ import pytest
 
 from tests.fork_server import ForkServer
 from tests.slurm import building
-from tests.slurm.site import Site
+from tests.slurm.site import Site, Start
 from tests.slurm.site import site as running_site
 
 _numbers = count(1)
 
 
+@pytest.fixture(scope="module")
+def places(private_root: Path) -> Iterator[Path]:
+    """Return where sites can be made, with short paths."""
+    return (private_root / f"s{number}" for number in _numbers)
+
+
 @pytest.fixture
-def place(private_root: Path) -> Path:
-    """Return where a site can be made, with a short path."""
-    return private_root / f"s{next(_numbers)}"
+def place(places: Iterator[Path]) -> Path:
+    return next(places)
 
 
-@pytest.fixture(scope="module", params=["this Debian's", building.SUITE])
+@pytest.fixture(scope="module", params=building.VERSIONS)
 def slurm(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the options of a site for this machine's Slurm, and for a newer one.
-
-    That one takes no control groups of version 1 beside version 2, so it follows processes by what /proc tells.
-    """
-    return {"root": building.found(), "control_groups": False} if request.param == building.SUITE else {}
+    """Return the options of a site for this machine's Slurm, and for newer ones."""
+    return {"root": building.found(request.param)} if request.param in building.SUITES else {}
 
 
 @pytest.fixture(scope="module")
-def site(slurm: dict[str, Any], private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / f"s{next(_numbers)}", fork_server, **slurm) as started:
+def start(slurm: dict[str, Any], places: Iterator[Path], fork_server: ForkServer) -> Start:
+    """Return what starts a site with this Slurm, until the end of a `with`."""
+    return lambda **options: running_site(next(places), fork_server, **slurm, **options)
+
+
+@pytest.fixture(scope="module")
+def site(start: Start) -> Iterator[Site]:
+    with start() as started:
         yield started
 
 

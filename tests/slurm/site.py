@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
@@ -24,6 +24,8 @@ ROOT: Final = Path(__file__).parents[2]
 HOOKS: Final = {"Prolog": "prolog", "Epilog": "epilog", "TaskProlog": "task-prolog"}
 
 _numbers = count(1)
+
+Start: TypeAlias = "Callable[..., contextlib.AbstractContextManager[Site]]"
 
 
 class Client(Driven):
@@ -178,4 +180,4 @@ def site(place: Path, fork_server: ForkServer, **options: Any) -> Iterator[Site]
         yield started
 
 
-__all__ = ["USERS", "Client", "Site", "site", "sites", "start_service", "stop_service"]
+__all__ = ["USERS", "Client", "Site", "Start", "site", "sites", "start_service", "stop_service"]

@@ -3,14 +3,13 @@
 import signal
 import threading
 from itertools import cycle
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.fork_server import ForkServer
 from tests.harness import wait_until
-from tests.slurm.site import Site, site, start_service
+from tests.slurm import building
+from tests.slurm.site import Site, Start, start_service
 
 pytestmark = [
     pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
@@ -27,9 +26,9 @@ _SLURM_S_OWN: Final = "Duplicate jobid"
 _SAY: Final = 'echo "has $MPSD_LEASE"; sleep 0.3'
 
 
-def test_deaths_among_fifty_jobs(place: Path, fork_server: ForkServer) -> None:
+def test_deaths_among_fifty_jobs(start: Start) -> None:
     """slurmd, slurmctld and mpsd are killed in turn: each job runs with its lease, or fails and says why."""
-    with site(place, fork_server, flags="all_sharing", settings={"wait": 20.0, "look": 1.0}) as started:
+    with start(flags="all_sharing", settings={"wait": 20.0, "look": 1.0}) as started:
         start_service(started)
         jobs: list[int] = []
         deaths = cycle((_kill_slurmd, _kill_slurmctld, _kill_mpsd))
@@ -125,9 +124,10 @@ class _Watch(threading.Thread):
             self.looks += 1
 
 
-def test_an_array_on_two_gpus(place: Path, fork_server: ForkServer) -> None:
+@pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True)
+def test_an_array_on_two_gpus(start: Start) -> None:
     """A hundred jobs of an array run on two GPUs, at no moment with more than there is."""
-    with site(place, fork_server, flags="all_sharing") as started:
+    with start(flags="all_sharing") as started:
         watch = _Watch(started)
         watch.start()
         try:

@@ -1,20 +1,23 @@
 """Nodes that are configured otherwise, and mpsd that is away: no job fails silently, and no node is drained."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.fork_server import ForkServer
 from tests.harness import wait_until
-from tests.slurm.site import site
+from tests.slurm import building
+from tests.slurm.site import Start
 
-pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
+pytestmark = [
+    pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
+    pytest.mark.root("run slurmd"),
+    pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True),
+]
 
 
-def test_all_gpus_are_shared(place: Path, fork_server: ForkServer) -> None:
+def test_all_gpus_are_shared(start: Start) -> None:
     """With all_sharing, jobs have shares of both GPUs, each under the GPU that Slurm named."""
-    with site(place, fork_server, flags="all_sharing") as started, started.driven() as one, started.driven() as two:
+    with start(flags="all_sharing") as started, started.driven() as one, started.driven() as two:
         jobs = [
             started.cluster.submit(user, each.script, "--gres=mps:60") for user, each in (("ann", one), ("bert", two))
         ]
@@ -26,9 +29,9 @@ def test_all_gpus_are_shared(place: Path, fork_server: ForkServer) -> None:
         started.wait_until_clean()
 
 
-def test_places_in_the_order_of_gres_conf(place: Path, fork_server: ForkServer) -> None:
+def test_places_in_the_order_of_gres_conf(start: Start) -> None:
     """SLURM_JOB_GPUS has places in gres.conf, which may name the devices in another order, and include its lines."""
-    with site(place, fork_server, flags="all_sharing", reversed_devices=True) as started:
+    with start(flags="all_sharing", reversed_devices=True) as started:
         hook = str(started.cluster.place / "hooks" / "prolog")
         gres = started.cluster.place / "etc" / "slurm" / "gres.conf"
         for job in ("8", "9"):
@@ -44,9 +47,9 @@ def test_places_in_the_order_of_gres_conf(place: Path, fork_server: ForkServer) 
         started.wait_until_clean()
 
 
-def test_slurm_without_control_groups(place: Path, fork_server: ForkServer) -> None:
+def test_slurm_without_control_groups(start: Start) -> None:
     """Where Slurm makes no control groups, the processes that become tasks hold the lease."""
-    with site(place, fork_server, control_groups=False) as started, started.driven() as driven:
+    with start(control_groups=False) as started, started.driven() as driven:
         job = started.cluster.submit("ann", driven.script, "--gres=mps:30", "-n2")
         assert driven.answer()["active_thread_percentage"] == 30
         (lease,) = started.leases(job)
@@ -61,9 +64,9 @@ def test_slurm_without_control_groups(place: Path, fork_server: ForkServer) -> N
         started.wait_until_clean()
 
 
-def test_a_request_in_the_comment(place: Path, fork_server: ForkServer) -> None:
+def test_a_request_in_the_comment(start: Start) -> None:
     """With `comment`, the job_submit plugin's words count: memory of a job with mps, and both of a job with shards."""
-    with site(place, fork_server, share="shard", settings={"comment": True}) as started:
+    with start(share="shard", settings={"comment": True}) as started:
         hook = str(started.cluster.place / "hooks" / "prolog")
         with started.driven() as driven:
             comment = "mpsd:threads=25,memory=2147483648 mine"
@@ -86,9 +89,9 @@ def test_a_request_in_the_comment(place: Path, fork_server: ForkServer) -> None:
 
 
 @pytest.mark.parametrize("without", ["fail", "run"])
-def test_a_node_without_mpsd(place: Path, fork_server: ForkServer, without: str) -> None:
+def test_a_node_without_mpsd(start: Start, without: str) -> None:
     """A job on a node whose mpsd is away fails with the reason, or runs without a lease, as configured."""
-    with site(place, fork_server, settings={"without_mpsd": without, "wait": 1.0}) as started:
+    with start(settings={"without_mpsd": without, "wait": 1.0}) as started:
         started.node.end()
         job = started.cluster.submit("ann", "echo it ran", "--gres=mps:25")
         started.cluster.wait_for_state(job, "COMPLETED" if without == "run" else "FAILED", deadline=40)
@@ -103,9 +106,9 @@ def test_a_node_without_mpsd(place: Path, fork_server: ForkServer, without: str)
         started.wait_until_clean()
 
 
-def test_mpsd_restarts_within_prolog(place: Path, fork_server: ForkServer) -> None:
+def test_mpsd_restarts_within_prolog(start: Start) -> None:
     """A job whose Prolog finds no mpsd waits for the one that starts, and runs."""
-    with site(place, fork_server, settings={"wait": 30.0}) as started, started.driven() as driven:
+    with start(settings={"wait": 30.0}) as started, started.driven() as driven:
         started.node.end()
         job = started.cluster.submit("ann", driven.script, "--gres=mps:25")
         started.cluster.wait_for_state(job, "RUNNING")

@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpsd.slurm.node import PREFIX
-from tests.fork_server import ForkServer
 from tests.harness import wait_until
-from tests.slurm.site import Site, hook_program, start_service, stop_service
-from tests.slurm.site import site as running_site
+from tests.slurm import building
+from tests.slurm.site import Site, Start, hook_program, start_service, stop_service
 
-pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
+pytestmark = [
+    pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
+    pytest.mark.root("run slurmd"),
+    pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True),
+]
 
 MIB = 2**20
 
@@ -21,16 +22,16 @@ SETTINGS = {"look": 1.0}
 
 
 @pytest.fixture(scope="module")
-def site(slurm: dict[str, Any], private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / f"sv{len(slurm)}", fork_server, settings=SETTINGS, **slurm) as started:
+def site(start: Start) -> Iterator[Site]:
+    with start(settings=SETTINGS) as started:
         start_service(started)
         yield started
 
 
 @pytest.fixture
-def own_site(place: Path, fork_server: ForkServer) -> Iterator[Site]:
+def own_site(start: Start) -> Iterator[Site]:
     """Start a site whose daemons the test may end."""
-    with running_site(place, fork_server, settings=SETTINGS) as started:
+    with start(settings=SETTINGS) as started:
         yield started
 
 

@@ -3,12 +3,12 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mpsd.core.slurm import lines
 from mpsd.core.slurm.lines import Device
-from tests.slurm import building
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_lua import FORGED, SCRIPT
 
@@ -17,19 +17,12 @@ pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), py
 GIB = 2**30
 
 
-@pytest.fixture(scope="module", params=["this Debian's", building.SUITE])
-def cluster(request: pytest.FixtureRequest, private_root: Path) -> Iterator[Cluster]:
-    """Start a cluster whose nodes have GPUs of 40 GiB, with this machine's Slurm, or with a newer one."""
-    root = None if request.param != building.SUITE else building.found()
-    place = private_root / f"l{int(root is not None)}"
+@pytest.fixture(scope="module")
+def cluster(slurm: dict[str, Any], places: Iterator[Path]) -> Iterator[Cluster]:
+    """Start a cluster whose nodes have GPUs of 40 GiB."""
+    place = next(places)
     place.mkdir()
-    found = Cluster(
-        place,
-        root=root,
-        control_groups=root is None,
-        more_gres={"gpumem": 80 * GIB},
-        configuration="JobSubmitPlugins=lua\n",
-    )
+    found = Cluster(place, more_gres={"gpumem": 80 * GIB}, configuration="JobSubmitPlugins=lua\n", **slurm)
     try:
         found.write()
         etc = place / "etc" / "slurm"

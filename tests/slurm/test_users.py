@@ -1,21 +1,23 @@
 """Jobs of several users that Slurm puts on a GPU which serves one user at a time."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.fork_server import ForkServer
-from tests.slurm.site import site
+from tests.slurm import building
+from tests.slurm.site import Start
 
-pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
+pytestmark = [
+    pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
+    pytest.mark.root("run slurmd"),
+    pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True),
+]
 
 ONE_USER = '[daemon]\nusers = "one"\n'
 
 
-def test_the_second_waits_and_runs(place: Path, fork_server: ForkServer) -> None:
+def test_the_second_waits_and_runs(start: Start) -> None:
     """It waits in Prolog, and has the GPU once the first has ended."""
     with (
-        site(place, fork_server, config=ONE_USER, gpus=1, settings={"wait": 30}) as started,
+        start(config=ONE_USER, gpus=1, settings={"wait": 30}) as started,
         started.driven() as first,
         started.driven() as second,
     ):
@@ -33,10 +35,10 @@ def test_the_second_waits_and_runs(place: Path, fork_server: ForkServer) -> None
 
 
 @pytest.mark.parametrize("settings", [{"several_users": "fail", "wait": 300}, {"wait": 1}], ids=["fail", "wait"])
-def test_the_second_fails_with_the_reason(place: Path, fork_server: ForkServer, settings: dict[str, object]) -> None:
+def test_the_second_fails_with_the_reason(start: Start, settings: dict[str, object]) -> None:
     """At once, or when it has waited long enough; another job of the first user shares the GPU meanwhile."""
     with (
-        site(place, fork_server, config=ONE_USER, gpus=1, settings=settings) as started,
+        start(config=ONE_USER, gpus=1, settings=settings) as started,
         started.driven() as first,
         started.driven() as other,
     ):

@@ -6,10 +6,14 @@ required. `python3 -m tests.systemd` makes missing ones, before anything is inst
 """
 
 import shutil
+import sys
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests import real
+from tests.real.apt import FetchError
 
 CACHE: Final = "MPSD_ROOT_FILE_SYSTEMS"
 
@@ -42,3 +46,16 @@ def missing() -> str | None:
     if absent:
         return f"no {' and no '.join(absent)} here: install mmdebstrap and systemd-container"
     return real.missing(BRANCH)
+
+
+def make_all(make: Callable[[str], Path], names: Collection[str]) -> int:
+    """Make root file systems in parallel, print their paths, and return 1 if one is still missing."""
+    status = 0
+    with ThreadPoolExecutor(len(names)) as pool:
+        for name, future in [(each, pool.submit(make, each)) for each in names]:
+            try:
+                print(f"{name}  {future.result()}")
+            except (FetchError, OSError) as error:
+                print(f"{name}  NOT MADE: {error}", file=sys.stderr)
+                status = 1
+    return status

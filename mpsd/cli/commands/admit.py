@@ -80,7 +80,7 @@ def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | Non
 def _framework(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
     """Refuse the name of an unknown framework before a lease is taken."""
     if name is not None:
-        from mpsd.core import frameworks  # no other command needs it
+        from mpsd.core.programs import frameworks  # no other command needs it
 
         try:
             frameworks.named(name)
@@ -90,7 +90,7 @@ def _framework(_: click.Context, __: click.Parameter, name: str | None) -> str |
 
 
 def _frameworks(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
-    from mpsd.core import frameworks
+    from mpsd.core.programs import frameworks
 
     return [each for each in frameworks.NAMES if each.startswith(incomplete.lower())]
 
@@ -377,7 +377,7 @@ def run(
 def _told(api: Client, lease: "answer_types.Lease", framework: str, command: Sequence[str]) -> dict[str, str]:
     """Return the variables to set for a framework, and tell its user what remains to be done."""
     from mpsd.client import advice
-    from mpsd.core import frameworks
+    from mpsd.core.programs import frameworks
 
     found = frameworks.applied(framework, *advice.sizes(api, lease), command, caller.environment())
     if found.note:

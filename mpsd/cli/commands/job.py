@@ -13,8 +13,8 @@ from mpsd.cli.job.channel import Channel
 from mpsd.cli.leases import caller, start
 from mpsd.cli.options import DURATION, MEMORY, THREADS, Single, program
 from mpsd.client import Client
-from mpsd.core import job as jobs
 from mpsd.core.errors import InvalidRequestError, UnreachableError
+from mpsd.core.programs import job as jobs
 
 _JOB: Final = "MPSD_JOB"
 """Names the directory of the job to the ranks below `mpsctl job -- LAUNCHER`."""

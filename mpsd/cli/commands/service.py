@@ -23,8 +23,8 @@ from mpsd.cli.users import user
 from mpsd.client import Client
 from mpsd.client.environment import environment
 from mpsd.core.configuration.profiles import Profile
-from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
+from mpsd.core.programs.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """The commands about Slurm on this node: its configuration for shares of GPUs, and whether that makes them limits."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -52,6 +51,8 @@ def check(api: Client, form: str, config: Path | None) -> None:
     It reads slurm.conf, gres.conf and cgroup.conf, and the scripts that they name, so call it as root. The exit status
     is 0 if nothing fails.
     """
+    from dataclasses import replace
+
     from mpsd.core.slurm import settings
     from mpsd.core.slurm.check import Seen, Verdict, findings
     from mpsd.system.host import slurm as files
@@ -59,21 +60,24 @@ def check(api: Client, form: str, config: Path | None) -> None:
 
     ours, place = settings.parse(read_text(None, _SETTINGS) or ""), files.folder(config)
     found = files.read(place)
-    results = findings(
-        Seen(
-            configuration=found,
-            version=files.version(),
-            scripts=files.scripts(found, _HOOKS),
-            hooks=str(_HOOKS),
-            comment=ours.comment,
-            is_scripted=files.is_scripted(place),
-            grace=ours.grace,
-            wait=ours.wait,
-            node=ours.node or os.uname().nodename.partition(".")[0],
-            gpus=_numbers(api),
-            one_user=_serves_one_user(api),
-        )
+    seen = Seen(
+        configuration=found,
+        version=files.version(),
+        scripts=files.scripts(found, place, _HOOKS),
+        hooks=str(_HOOKS),
+        missing=files.missing(_HOOKS),
+        comment=ours.comment,
+        is_scripted=files.is_scripted(place),
+        is_current=files.is_current(place),
+        grace=ours.grace,
+        wait=ours.wait,
+        node=ours.node or os.uname().nodename.partition(".")[0],
     )
+    try:
+        seen = replace(seen, gpus=_numbers(api), one_user=_serves_one_user(api))
+    except MpsdError as error:
+        seen = replace(seen, unreachable=error.detail)
+    results = findings(seen)
     click.echo(as_json(_as_json(results)) if form == "json" else _report(results))
     if any(each.verdict is Verdict.FAIL for each in results):
         click.get_current_context().exit(1)
@@ -93,24 +97,17 @@ def _report(results: "Sequence[Finding]") -> str:
     return "\n".join(lines or ["nothing is wrong: Slurm's shares are limits of mpsd's"])
 
 
-def _numbers(api: Client) -> frozenset[int] | None:
-    """Return the numbers of the device files of mpsd's GPUs; None where it does not answer."""
+def _numbers(api: Client) -> frozenset[int]:
+    """Return the numbers of the device files of mpsd's GPUs."""
     from mpsd.core.slurm.gres import MINOR
 
-    try:
-        found = [MINOR.search(each.file) for each in _devices(api)]
-    except MpsdError:
-        return None
+    found = [MINOR.search(each.file) for each in _devices(api)]
     return frozenset(int(each[1]) for each in found if each is not None)
 
 
 def _serves_one_user(api: Client) -> bool | None:
-    """Tell whether a GPU of this node serves one user at a time; None where mpsd does not answer."""
-    try:
-        users, daemons = api.config()["config"]["daemon"]["users"], api.daemons()["daemons"]
-    except MpsdError as error:
-        note(f"mpsd does not say how many users a GPU serves: {error.detail}")
-        return None
+    """Tell whether a GPU of this node serves one user at a time; None where no control daemon tells its version."""
+    users, daemons = api.config()["config"]["daemon"]["users"], api.daemons()["daemons"]
     if users != "auto":
         return users == "one"
     versions = [each["version"].partition(".")[0] for each in daemons if each["version"]]
@@ -142,9 +139,15 @@ def install(api: Client, config: Path | None, share: str, *, applies: bool) -> N
     place, present = files.PLACES[0], Configuration()
     if config is not None:
         place = (config.parent if config.name == "slurm.conf" else config).absolute()
-    with contextlib.suppress(MpsdError):  # Slurm is not configured yet
+    try:
         place = files.folder(config).absolute()
         present = files.read(place)
+        if place == files.PLACES[-1]:  # a copy of slurmctld's, which slurmd replaces
+            place = files.PLACES[0]
+    except MpsdError:
+        if config is not None:
+            raise
+        note("there is no Slurm here yet: these are the lines for its files in /etc/slurm")
     node, devices = os.uname().nodename.partition(".")[0], _devices(api)
     wanted = {
         place / "mpsd-slurm.conf": [*lines.of_slurm(node, devices, share, str(_HOOKS), present)],
@@ -195,9 +198,10 @@ def _further(place: Path, kept: dict[Path, str]) -> Iterator[str]:
     """Yield what is left to a person."""
     yield ""
     yield "what is left to do:"
-    yield f"  slurm.conf, at its end:  Include {place}/mpsd-slurm.conf"
-    yield f"  gres.conf, at its end:   Include {place}/mpsd-gres.conf"
-    yield f"  the node's own line:     see the comment in {place}/mpsd-slurm.conf"
+    yield "  slurm.conf, at its end:  Include mpsd-slurm.conf"
+    yield "  gres.conf, at its end:   Include mpsd-gres.conf"
+    yield f"  what the comments in {place}/mpsd-slurm.conf say"
+    yield f"  where slurmctld runs on another machine: copy what is new in {place} to it"
     script = place / "job_submit.lua"
     if script.exists() and "mpsd.submit" not in script.read_text(errors="replace"):
         yield f"  {script} is yours; what calls mpsd.lua:"

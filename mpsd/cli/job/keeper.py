@@ -26,10 +26,10 @@ from typing import Any, Final, NoReturn
 from mpsd.cli.job import place
 from mpsd.cli.job.channel import Channel, Message
 from mpsd.cli.job.service import Service
-from mpsd.core import job
 from mpsd.core.errors import InternalError, JobFailedError, MpsdError
-from mpsd.core.job import JobGpu
 from mpsd.core.mps_facts import UNASKED
+from mpsd.core.programs import job
+from mpsd.core.programs.job import JobGpu
 from mpsd.system.processes import foreground
 
 _PEER: Final = Struct("iII")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mpsd.cli.job import place
 from mpsd.client.client import Client
-from mpsd.core import job
 from mpsd.core.errors import JobFailedError, MpsdError, UnreachableError, error_named
-from mpsd.core.job import JobGpu
+from mpsd.core.programs import job
+from mpsd.core.programs.job import JobGpu
 from mpsd.system.processes import foreground
 
 if TYPE_CHECKING:

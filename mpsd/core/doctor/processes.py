@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import frameworks, mps_facts
+from mpsd.core import mps_facts
 from mpsd.core.doctor.finding import (
     AS_ROOT,
     ClientSeen,
@@ -21,13 +21,14 @@ from mpsd.core.doctor.finding import (
     warn,
 )
 from mpsd.core.doctor.parts import DAEMON, MPSD, SERVER, UNREAD
-from mpsd.core.frameworks import Demand, Framework
 from mpsd.core.gpus import clients_max
 from mpsd.core.holders import service_first
 from mpsd.core.model import Unknown
 from mpsd.core.mps.control_daemons import USUAL, Whose, described, whose
 from mpsd.core.mps.daemon_flags import FOREGROUND
 from mpsd.core.mps_facts import CLIENTS_VOLTA, MAX_CONNECTIONS, connections
+from mpsd.core.programs import frameworks
+from mpsd.core.programs.frameworks import Demand, Framework
 from mpsd.core.units import MIB, format_size
 
 _PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")

@@ -15,15 +15,24 @@ HOOKS: Final = {"Prolog": "prolog", "Epilog": "epilog", "TaskProlog": "task-prol
 
 HEALTH: Final = "health"
 
-SEEN: Final = {"22.05": "by its tests", "24.11": "by hand", "26.05": "by its tests"}
+SEEN: Final = ("22.05", "24.11", "26.05")
 """The versions of Slurm that this was run with."""
 
 _SHARED: Final = ("mps", "shard")
-_SCRIPTS: Final = ("Prolog", "TaskProlog", "PrologSlurmctld", "Epilog", "TaskEpilog", "SrunProlog")
+SCRIPTS: Final = ("Prolog", "TaskProlog", "PrologSlurmctld", "Epilog", "TaskEpilog", "SrunProlog", "HealthCheckProgram")
+"""The settings that name programs."""
+
 _MPS: Final = "nvidia-cuda-mps-control"
 _CONTROL: Final = re.compile(r"/dev/(?:nvidiactl|nvidia-uvm\S*|nvidia\*)")
 _KILL_WAIT: Final = 30
 _TIMEOUT: Final = 65535
+_BATCH_START: Final = 10
+"""Slurm's default of BatchStartTimeout, and the most of MessageTimeout that it adds."""
+_SEVERAL: Final = "24.05"
+"""The first version that runs several Prologs and Epilogs, each named by a line of its own."""
+
+
+_CONTROLLERS: Final = ("SlurmctldHost", "ControlMachine", "BackupController")
 
 
 class Verdict(StrEnum):
@@ -47,23 +56,46 @@ class Seen:
     version: str = ""
     """Slurm's version, such as 22.05.8; empty where no program told it."""
     scripts: Mapping[str, str] = field(default_factory=dict)
-    """The text of each script that the configuration names, by its path; ours are empty."""
+    """The texts of the scripts that each value of the configuration names, by that value; a link has its target."""
     hooks: str = "/etc/mpsd/slurm"
     """The directory of our hooks."""
+    missing: tuple[str, ...] = ()
+    """Those of our hooks that are not there."""
     comment: bool = True
     """Whether Prolog believes comments (`comment` of slurm.toml)."""
-    is_scripted: bool = True
-    """Whether job_submit.lua calls mpsd's script."""
+    is_scripted: bool | None = True
+    """Whether job_submit.lua calls mpsd's script; None where this machine has none."""
+    is_current: bool = True
+    """Whether mpsd.lua is the one of this version of mpsd, or is not on this machine."""
     grace: float = 10.0
     """Seconds that Epilog gives clients to end."""
     wait: float = 30.0
     """Seconds that Prolog waits at most."""
     node: str = ""
     """The name of this node in Slurm."""
+    unreachable: str = ""
+    """Why mpsd does not answer, empty where it does."""
     gpus: frozenset[int] | None = None
     """The numbers of the device files of the GPUs that mpsd shares; None where it does not answer."""
     one_user: bool | None = None
     """Whether mpsd serves one user at a time on a GPU of this node; None where it does not answer."""
+
+    @property
+    def controllers(self) -> list[str]:
+        """The machines of slurmctld, by their names without domains."""
+        named = [each for name in _CONTROLLERS for each in self.configuration.all(name)]
+        return [each.partition("(")[0].partition(".")[0] for each in named]
+
+    @property
+    def is_controller(self) -> bool:
+        return not self.controllers or self.node in self.controllers or "localhost" in self.controllers
+
+    @property
+    def is_node(self) -> bool:
+        """Whether this machine runs jobs: all do but one that slurm.conf names as controller alone."""
+        named = [each["nodename"] for each in self.configuration.nodes if each["nodename"].lower() != "default"]
+        alone = self.controllers and self.is_controller
+        return not alone or any(gres.is_for(self.node, each) for each in named)
 
 
 def findings(seen: Seen) -> list[Finding]:
@@ -79,9 +111,6 @@ def _types(seen: Seen) -> Iterator[Finding]:
         yield _fail(because, "keep one of them in GresTypes, in the Gres= of the nodes, and in gres.conf")
     elif not there:
         yield _fail("GresTypes has neither mps nor shard, so that no job can ask for a share", "GresTypes=gpu,mps")
-    for kind in there:
-        if not seen.configuration.of_gres(kind):
-            yield _fail(f"gres.conf has no line for {kind}", f"Name={kind} Count=100 File=/dev/nvidia0")
     listed = {name for node in seen.configuration.nodes for name in resources(node.get("gres", ""))}
     for kind in there:
         if kind not in listed:
@@ -90,11 +119,22 @@ def _types(seen: Seen) -> Iterator[Finding]:
 
 def _sharing(seen: Seen) -> Iterator[Finding]:
     for kind in _SHARED:
+        if kind not in seen.configuration.words("GresTypes"):
+            continue
         lines = seen.configuration.of_gres(kind)
         gpus = max((resources(each.get("gres", "")).get("gpu", 1) for each in seen.configuration.nodes), default=1)
-        if gpus > 1 and lines and not all("all_sharing" in each.flags for each in lines):
+        if gpus > 1 and not (lines and all("all_sharing" in each.flags for each in lines)):
             because = f"one GPU of a node serves {kind} at a time (one_sharing), and nodes have {gpus}"
-            yield _warn(because, f"add Flags=all_sharing to each line of {kind} in gres.conf")
+            yield _warn(because, f"in gres.conf, for each GPU: Name={kind} Count=... File=... Flags=all_sharing")
+    if "multiple_sharing_gres_pj" in seen.configuration.words("SelectTypeParameters"):
+        because = (
+            "MULTIPLE_SHARING_GRES_PJ lets Slurm spread a share over GPUs: it does not tell how, and the job fails"
+        )
+        yield _fail(because, "remove MULTIPLE_SHARING_GRES_PJ from SelectTypeParameters")
+    for each in seen.configuration.partitions:
+        if each.get("oversubscribe", each.get("shared", "")).lower() == "exclusive":
+            because = f"in partition {each['partitionname']} jobs have whole nodes, and Slurm starts none with a share"
+            yield _warn(because, "OverSubscribe=NO; for nodes that one user has alone: ExclusiveUser=YES")
 
 
 def _gpus(seen: Seen) -> Iterator[Finding]:
@@ -116,20 +156,42 @@ def _gpus(seen: Seen) -> Iterator[Finding]:
 
 def _hooks(seen: Seen) -> Iterator[Finding]:
     for name, program in HOOKS.items():
-        path, wanted = seen.configuration.value(name), f"{seen.hooks}/{program}"
-        if not path:
+        wanted = f"{seen.hooks}/{program}"
+        if not seen.configuration.value(name):
             yield _fail(f"slurm.conf has no {name}", f"{name}={wanted}")
-        elif path != wanted and wanted not in seen.scripts.get(path, ""):
-            yield _fail(f"{name}={path} does not call mpsd's {program}", f"call {wanted} in it, or: {name}={wanted}")
+        elif (other := _uncalled(seen, name, wanted)) is not None:
+            yield _fail(f"{name}={other} does not call mpsd's {program}", call(other, wanted))
+    if seen.is_node and seen.missing:
+        because = f"{first_of([f'{seen.hooks}/{each}' for each in seen.missing])} is not there: Slurm drains the node"
+        yield _fail(because, "mpsctl slurm install --apply on each node")
     flags = seen.configuration.words("PrologFlags")
     if "contain" not in flags:
         because = "PrologFlags has no Contain: Prolog then runs at a job's first step, and a job has no control group"
         yield _fail(because, f"PrologFlags={','.join([*seen.configuration.value('PrologFlags').split(), 'Contain'])}")
     if "nohold" in flags:
         yield _warn("PrologFlags has NoHold: srun starts before Prolog has ended", "remove NoHold from PrologFlags")
-    if seen.configuration.value("HealthCheckProgram") != f"{seen.hooks}/{HEALTH}":
-        because = "HealthCheckProgram is not mpsd's: a node whose mpsd is away still gets jobs"
-        yield _warn(because, f"HealthCheckProgram={seen.hooks}/{HEALTH}, with HealthCheckInterval=60")
+    health = f"{seen.hooks}/{HEALTH}"
+    if (other := _uncalled(seen, "HealthCheckProgram", health)) is not None:
+        because = "HealthCheckProgram does not call mpsd's: without mpsd-slurm.service, a node without mpsd gets jobs"
+        yield _warn(because, call(other, health) if other else f"HealthCheckProgram={health}, HealthCheckInterval=60")
+
+
+def _uncalled(seen: Seen, name: str, wanted: str) -> str | None:
+    """Return the value of a setting by which Slurm does not call our program; None where it does, or none can tell."""
+    values = seen.configuration.all(name) or ("",)
+    if name not in {"Prolog", "Epilog"} or _release(seen) < _SEVERAL:
+        values = values[-1:]
+    if any(each == wanted or wanted in seen.scripts.get(each, "") for each in values):
+        return None
+    return values[-1] if seen.is_node or not values[-1] else None
+
+
+def call(path: str, wanted: str) -> str:
+    """Return what to do so that a script, or those that fit a pattern, call a program of ours."""
+    folder, _, name = path.rpartition("/")
+    if any(each in name for each in "*?["):
+        return f"ln -s {wanted} {folder}/, by a name that fits {name}"
+    return f"call {wanted} in it"
 
 
 def _tracking(seen: Seen) -> Iterator[Finding]:
@@ -158,11 +220,11 @@ def _devices(seen: Seen) -> Iterator[Finding]:
 
 
 def _other_daemons(seen: Seen) -> Iterator[Finding]:
-    for name in _SCRIPTS:
-        path = seen.configuration.value(name)
-        if _MPS in seen.scripts.get(path, ""):
-            because = f"{name}={path} starts or stops a control daemon of its own, beside mpsd's"
-            yield _fail(because, f"remove {_MPS} from {path}")
+    for name in SCRIPTS:
+        for path in seen.configuration.all(name):
+            if _MPS in seen.scripts.get(path, ""):
+                because = f"{name}={path} starts or stops a control daemon of its own, beside mpsd's"
+                yield _fail(because, f"remove {_MPS} from {path}")
 
 
 def _times(seen: Seen) -> Iterator[Finding]:
@@ -177,15 +239,30 @@ def _times(seen: Seen) -> Iterator[Finding]:
     if timeout < needed:
         because = f"PrologEpilogTimeout={timeout} can end mpsd's hooks, and then Slurm drains the node"
         yield _fail(because, f"PrologEpilogTimeout={round(needed + 0.5)} at least")
+    start = seen.configuration.number("BatchStartTimeout", _BATCH_START)
+    if start + min(seen.configuration.number("MessageTimeout", _BATCH_START), _BATCH_START) < seen.wait:
+        because = f"BatchStartTimeout={start}: Slurm requeues a job whose Prolog waits for {seen.wait:g} s (wait)"
+        yield _warn(because, f"BatchStartTimeout={round(seen.wait + 0.5)}, or a shorter wait in slurm.toml")
 
 
 def _script(seen: Seen) -> Iterator[Finding]:
-    is_loaded = "lua" in seen.configuration.words("JobSubmitPlugins")
-    if seen.comment and not (is_loaded and seen.is_scripted):
-        missing = "job_submit.lua does not call mpsd.lua" if is_loaded else "JobSubmitPlugins has no lua"
+    is_loaded, missing = "lua" in seen.configuration.words("JobSubmitPlugins"), ""
+    if not is_loaded:
+        missing = "JobSubmitPlugins has no lua"
+    elif not seen.is_scripted and (seen.is_controller or seen.is_scripted is not None):
+        missing = "job_submit.lua does not call mpsd.lua"
+    elif seen.is_scripted is None and seen.comment:
+        because = "job_submit.lua is not on this machine: the comments of jobs are safe only if it calls mpsd.lua"
+        yield _warn(because, f"mpsctl slurm check on {first_of(seen.controllers)}, where slurmctld runs")
+    if not seen.is_current:
+        yield _warn("mpsd.lua is that of another version", "mpsctl slurm install --apply, and restart slurmctld")
+    if missing and not seen.is_node:
+        because = f"{missing}: where Prolog believes comments (comment in the nodes' slurm.toml), users can forge them"
+        yield _warn(because, "mpsctl slurm install on a node shows what to copy here")
+    elif missing and seen.comment:
         because = f"Prolog believes comments (comment in slurm.toml), and {missing}: users can forge them"
         yield _fail(because, "mpsctl slurm install shows both; without the script: comment = false in slurm.toml")
-    elif not seen.comment:
+    elif seen.is_node and not seen.comment:
         shares = [each for each in seen.configuration.words("GresTypes") if each in _SHARED]
         what = "a job's shards are not known, nor is its memory" if "shard" in shares else "memory cannot be asked for"
         yield _warn(f"comment = false in slurm.toml: {what}", "use mpsd.lua on the machine of slurmctld")
@@ -206,7 +283,7 @@ def _places(seen: Seen) -> tuple[Mapping[str, str], ...]:
 
 
 def _version(seen: Seen) -> Iterator[Finding]:
-    release = ".".join(seen.version.split(".")[:2])
+    release = _release(seen)
     if not release:
         yield _warn("the version of Slurm is not known: no slurmd and no scontrol is here", "run this on the node")
     elif release not in SEEN:
@@ -214,8 +291,17 @@ def _version(seen: Seen) -> Iterator[Finding]:
         yield _warn(because, "try a job on one node first: its output has what TaskProlog says")
 
 
+def _release(seen: Seen) -> str:
+    return ".".join(seen.version.split(".")[:2])
+
+
+def _mpsd(seen: Seen) -> Iterator[Finding]:
+    if seen.is_node and seen.unreachable:
+        yield _fail(f"mpsd does not answer: {seen.unreachable}", "systemctl enable --now mpsd.socket mpsd.service")
+
+
 _LOOKS: Final[tuple[Callable[[Seen], Iterator[Finding]], ...]] = (
-    _types, _sharing, _gpus, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _version,
+    _mpsd, _types, _sharing, _gpus, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _version,
 )  # fmt: skip
 
 

@@ -13,7 +13,10 @@ Line: TypeAlias = Mapping[str, str]
 
 _PAIR: Final = re.compile(r"(\w[\w.]*)\s*\+?=\s*(\"[^\"]*\"|\S*)")
 _INCLUDE: Final = re.compile(r"include\s+(\S+)\s*", re.IGNORECASE)
-_RANGE: Final = re.compile(r"(.*)\[([0-9,-]+)\](.*)")
+_RANGES: Final = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
+_RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_MOST: Final = 2**16
+"""Maximum names of one range, as in Slurm's own lists of hosts."""
 _ITEM: Final = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
 """An item of a list with commas, in which brackets may have some of their own."""
 _NUMBER: Final = re.compile(r"([0-9]+)([KMGTP]?)", re.IGNORECASE)
@@ -63,18 +66,19 @@ def resources(text: str) -> dict[str, int]:
 
 
 def files(pattern: str) -> list[str]:
-    """Return the paths of a `File=`, in Slurm's order: `/dev/nvidia[0-2,5]` names four."""
+    """Return the paths of a `File=`, in Slurm's order: `/dev/nvidia[0-2,5]` names four. Names of nodes are alike."""
     found: list[str] = []
     for each in _ITEM.findall(pattern):
-        match = _RANGE.fullmatch(each)
+        match = _RANGES.fullmatch(each)
         if match is None:
             found.append(each)
             continue
-        for part in match[2].split(","):
-            first, _, last = part.partition("-")
+        ends = files(match[3]) or [""]
+        for part in filter(None, map(_RANGE.fullmatch, match[2].split(","))):
+            first, last = part[1], part[2] or part[1]
             width = len(first) if first.startswith("0") else 0
-            numbers = range(int(first), int(last or first) + 1)
-            found += [f"{match[1]}{number:0{width}d}{match[3]}" for number in numbers]
+            numbers = range(int(first), int(last) + 1)[:_MOST]
+            found += [f"{match[1]}{number:0{width}d}{end}" for number in numbers for end in ends]
     return found
 
 
@@ -88,22 +92,26 @@ class Gres:
     flags: frozenset[str] = frozenset()
     nodes: str = ""
     """The nodes that it is for, as written; empty: all."""
-    autodetect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
     """The configuration of a cluster, as one machine has it."""
 
-    values: Line = field(default_factory=dict)
-    """slurm.conf but its nodes and partitions; of a name that stands twice, the last value, as Slurm takes it."""
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """slurm.conf but its nodes and partitions, with each value of a name that stands twice."""
     nodes: tuple[Line, ...] = ()
     partitions: tuple[Line, ...] = ()
     gres: tuple[Gres, ...] = ()
     cgroup: Line = field(default_factory=dict)
 
     def value(self, name: str, default: str = "") -> str:
-        return self.values.get(name.lower(), default)
+        """Return the last value of a name, which is the one that Slurm takes for most of them."""
+        return self.all(name)[-1] if self.all(name) else default
+
+    def all(self, name: str) -> tuple[str, ...]:
+        """Return the values of a name that may stand several times."""
+        return self.values.get(name.lower(), ())
 
     def words(self, name: str) -> list[str]:
         """Return the words of a list with commas, in lower case."""
@@ -120,7 +128,7 @@ class Configuration:
 
 def parse(slurm: str, gres: str = "", cgroup: str = "") -> Configuration:
     """Return the configuration of these files, in whose place included files stand already."""
-    values: dict[str, str] = {}
+    values: dict[str, tuple[str, ...]] = {}
     nodes, partitions = [], []
     for line in logical_lines(slurm):
         found = pairs(line)
@@ -129,7 +137,7 @@ def parse(slurm: str, gres: str = "", cgroup: str = "") -> Configuration:
         elif "partitionname" in found:
             partitions.append(found)
         else:
-            values |= found
+            values |= {name: (*values.get(name, ()), value) for name, value in found.items()}
     groups: dict[str, str] = {}
     for line in logical_lines(cgroup):
         groups |= pairs(line)
@@ -146,5 +154,4 @@ def _gres(text: str) -> Iterator[Gres]:
             count=count(found.get("count", "")),
             flags=frozenset(found.get("flags", "").lower().split(",")) - {""},
             nodes=found.get("nodename", ""),
-            autodetect=found.get("autodetect", ""),
         )

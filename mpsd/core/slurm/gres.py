@@ -14,7 +14,6 @@ from mpsd.core.slurm.configuration import files, logical_lines, pairs
 
 MINOR: Final = re.compile(r"nvidia([0-9]+)\Z")
 _INFORMATION: Final = re.compile(r"^(GPU UUID|Device Minor)\s*:\s*(\S+)\s*$", re.MULTILINE)
-_NODES: Final = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
 
 
 def minors(text: str, node: str) -> list[int]:
@@ -31,7 +30,7 @@ def minors(text: str, node: str) -> list[int]:
 
 def is_for(node: str, named: str) -> bool:
     """Tell whether a line of gres.conf with this `NodeName=` is for a node; an empty one is for all."""
-    return not named or any(node in files(each) for each in _NODES.findall(named))
+    return not named or node in files(named)
 
 
 def uuids_by_minor(information: Iterable[str]) -> dict[int, str]:

@@ -1,6 +1,7 @@
 """A job, as Slurm's hooks tell of it in their environment, and the share of each of its GPUs that it has. Pure.
 
-The variables of Prolog and Epilog are set by slurmd. Source: Slurm, "Prolog and Epilog Guide"; run on 22.05 and 26.05.
+The variables of Prolog and Epilog are set by slurmd. Source: Slurm, "Prolog and Epilog Guide"; run on 22.05, 24.11 and
+26.05.
 """
 
 import re

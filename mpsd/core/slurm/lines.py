@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from mpsd.core.slurm.check import HEALTH, HOOKS
+from mpsd.core.slurm.check import HEALTH, HOOKS, call
 from mpsd.core.slurm.configuration import Configuration
 from mpsd.core.units import MIB
 
@@ -26,17 +26,19 @@ class Device(NamedTuple):
 
 
 def of_slurm(node: str, devices: Sequence[Device], kind: str, hooks: str, present: Configuration) -> Iterator[str]:
-    """Yield the lines for slurm.conf, of which some replace those that are there."""
+    """Yield the lines for slurm.conf, which keep what the site has in those that they replace, and its own scripts."""
     types = [each for each in present.words("GresTypes") if each not in {*PER_GPU, "gpu", MEMORY}]
     yield f"GresTypes={','.join(['gpu', kind, MEMORY, *types])}"
     flags = [each for each in present.value("PrologFlags").split(",") if each and each.lower() != "contain"]
     yield f"PrologFlags={','.join(['Contain', *flags])}"
-    for name, program in HOOKS.items():
-        yield f"{name}={hooks}/{program}"
-    yield f"HealthCheckProgram={hooks}/{HEALTH}"
-    yield f"HealthCheckInterval={_EVERY}"
+    for name, program in {**HOOKS, "HealthCheckProgram": HEALTH}.items():
+        wanted = f"{hooks}/{program}"
+        others = [each for each in present.all(name) if each != wanted]
+        yield f"# {name}={others[-1]} stays: {call(others[-1], wanted)}" if others else f"{name}={wanted}"
+    yield f"HealthCheckInterval={present.number('HealthCheckInterval', 0) or _EVERY}"
     yield "ProctrackType=proctrack/cgroup"
-    yield "TaskPlugin=task/cgroup"
+    tasks = [each for each in present.words("TaskPlugin") if each not in {"task/cgroup", "task/none"}]
+    yield f"TaskPlugin={','.join([*tasks, 'task/cgroup'])}"
     plugins = [each for each in present.words("JobSubmitPlugins") if each != "lua"]
     yield f"JobSubmitPlugins={','.join([*plugins, 'lua'])}"
     memory = sum(each.memory for each in devices) // MIB

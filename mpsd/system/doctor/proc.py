@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import frameworks
 from mpsd.core.doctor.finding import ClientSeen, ProcessSeen
 from mpsd.core.doctor.parts import DAEMON, SERVER, UNREAD
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.control_daemons import COMM
+from mpsd.core.programs import frameworks
 from mpsd.core.sanitize import text
 from mpsd.system.doctor import claims
 from mpsd.system.doctor.claims import Claims, Program

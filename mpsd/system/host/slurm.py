@@ -1,5 +1,6 @@
 """Slurm on this machine: its configuration files, and the programs that tell its version."""
 
+import os
 import shutil
 import stat
 import sys
@@ -10,7 +11,7 @@ from typing import Final
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.slurm import configuration, gres
-from mpsd.core.slurm.check import HEALTH, HOOKS
+from mpsd.core.slurm.check import HEALTH, HOOKS, SCRIPTS
 from mpsd.core.slurm.configuration import Configuration
 from mpsd.system.files import atomic_file, path_safety
 from mpsd.system.host import slurm_files
@@ -23,8 +24,6 @@ _LARGEST: Final = 2**20
 """Bytes of a script that are read."""
 
 _PROGRAMS: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/opt/slurm/sbin:/opt/slurm/bin"
-
-_SCRIPTS: Final = ("Prolog", "TaskProlog", "PrologSlurmctld", "Epilog", "TaskEpilog", "SrunProlog")
 
 
 def folder(given: Path | None = None) -> Path:
@@ -47,14 +46,31 @@ def read(place: Path) -> Configuration:
 _FILES: Final = ("slurm.conf", "gres.conf", "cgroup.conf")
 
 
-def scripts(found: Configuration, hooks: Path) -> dict[str, str]:
-    """Return the texts of the scripts that a configuration names, by their paths; programs of ours are empty."""
-    paths = {found.value(name) for name in _SCRIPTS} | {found.cgroup.get("alloweddevicesfile", "")}
-    return {each: _text(Path(each), hooks) for each in paths if each.startswith("/")}
+def scripts(found: Configuration, place: Path, hooks: Path) -> dict[str, str]:
+    """Return the texts of the scripts that each value of a configuration names, by that value.
+
+    It may be a pattern, and relative to the directory of slurm.conf. A link to a hook of ours has the path of that.
+    """
+    values = {value for name in SCRIPTS for value in found.all(name)} | {found.cgroup.get("alloweddevicesfile", "")}
+    paths = {each: sorted(Path("/").glob(str(place.absolute() / each)[1:])) for each in values if each}
+    return {each: "\n".join(_text(path, hooks) for path in found) for each, found in paths.items()}
+
+
+def missing(hooks: Path) -> tuple[str, ...]:
+    """Return our hooks that are not there, or cannot be run."""
+    return tuple(each for each in (*HOOKS.values(), HEALTH) if not os.access(hooks / each, os.X_OK))
+
+
+def is_current(place: Path) -> bool:
+    """Tell whether the mpsd.lua in a directory is the one of this version; where there is none, none is old."""
+    found = _text(place / "mpsd.lua", Path("/"))
+    return found in {"", script()}
 
 
 def _text(path: Path, hooks: Path) -> str:
     try:
+        if path.is_symlink() and path.readlink().parent == hooks:
+            return str(path.readlink())
         if path.parent == hooks or not stat.S_ISREG(path.stat().st_mode):
             return ""
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -63,10 +79,11 @@ def _text(path: Path, hooks: Path) -> str:
         return ""
 
 
-def is_scripted(place: Path) -> bool:
-    """Tell whether job_submit.lua in this directory calls mpsd's script."""
-    text = _text(place / "job_submit.lua", Path("/"))
-    return "mpsd.submit" in text and "mpsd.modify" in text
+def is_scripted(place: Path) -> bool | None:
+    """Tell whether job_submit.lua in this directory calls mpsd's script; None where there is none."""
+    path = place / "job_submit.lua"
+    text = _text(path, Path("/"))
+    return "mpsd.submit" in text and "mpsd.modify" in text if path.exists() else None
 
 
 def program(name: str) -> str | None:

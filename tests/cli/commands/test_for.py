@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.core.frameworks import advice
+from mpsd.core.programs.frameworks import advice
 from tests.cli.conftest import run_mpsctl
 from tests.node import Node
 

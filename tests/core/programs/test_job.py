@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core import job
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.job import JobGpu
+from mpsd.core.programs import job
+from mpsd.core.programs.job import JobGpu
 from mpsd.core.units import GIB
 
 GPUS = [JobGpu(index, f"GPU-{index}{index}{index}", "H100", index // 2) for index in range(4)]

@@ -6,9 +6,9 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from mpsd.core import drop_in
-from mpsd.core.drop_in import OnRestart
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.programs import drop_in
+from mpsd.core.programs.drop_in import OnRestart
 
 PROGRAM = PurePosixPath("/opt/my tools/mpsctl")
 

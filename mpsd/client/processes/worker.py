@@ -15,9 +15,9 @@ from multiprocessing import parent_process, popen_spawn_posix, reduction, resour
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
-from mpsd.client.become import end_with
 from mpsd.client.environment import with_variables
-from mpsd.client.starter import start
+from mpsd.client.processes.become import end_with
+from mpsd.client.processes.starter import start
 
 
 class _Launched(popen_spawn_posix.Popen):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core import frameworks
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.frameworks import JAX, LIBRARIES, NAMES, SGLANG, TABLE, VLLM, Applied, Demand, Framework
+from mpsd.core.programs import frameworks
+from mpsd.core.programs.frameworks import JAX, LIBRARIES, NAMES, SGLANG, TABLE, VLLM, Applied, Demand, Framework
 from mpsd.core.units import GIB, MIB
 
 COMMANDS: Final[tuple[tuple[Sequence[str], Framework | None], ...]] = (

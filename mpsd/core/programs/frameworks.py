@@ -111,87 +111,89 @@ _ACTIVATIONS: Final = 6 * GIB
 
 _LEAST_STATIC, _MOST_STATIC = 0.5, 0.9
 
-PYTORCH: Final = Framework(
-    "PyTorch",
-    takes="what it needs, as it needs it",
-    base=Base.TOTAL,
-    note="a bound of its caching allocator; the lease's own limit holds without it. Versions that do not know the key"
-    " refuse it, and PYTORCH_ALLOC_CONF replaces PYTORCH_CUDA_ALLOC_CONF, so mpsctl does not set it",
-    source="c10/cuda/CUDAAllocatorConfig.h and pull request 161035; torch.cuda.set_per_process_memory_fraction",
-    version="2.13.0",
-    variable=("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:{}"),
-    is_needed=False,
+TABLE: Final = (
+    Framework(
+        "PyTorch",
+        takes="what it needs, as it needs it",
+        base=Base.TOTAL,
+        note="a bound of its caching allocator; the lease's own limit holds without it. Versions that do not know the"
+        " key refuse it, and PYTORCH_ALLOC_CONF replaces PYTORCH_CUDA_ALLOC_CONF, so mpsctl does not set it",
+        source="c10/cuda/CUDAAllocatorConfig.h and pull request 161035; torch.cuda.set_per_process_memory_fraction",
+        version="2.13.0",
+        variable=("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:{}"),
+        is_needed=False,
+    ),
+    Framework(
+        "JAX",
+        takes="75 % of the total",
+        base=Base.TOTAL,
+        note="it refuses the new and the old name of the variable together, and versions before the new name ignore it",
+        source="docs/gpu_memory_allocation.rst, jaxlib/xla_client.py, and XLA's pjrt/gpu",
+        version="0.11.1",
+        variable=("XLA_CLIENT_MEM_FRACTION", "{}"),
+        is_applied=True,
+        settings=("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        others=("XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_ALLOCATOR=platform"),
+        library="jaxlib",
+        part=0.75,
+    ),
+    Framework(
+        "TensorFlow",
+        takes="what is free",
+        base=Base.TOTAL,
+        note="the fraction is for per_process_gpu_memory_fraction in its GPUOptions, a part of the total; by default it"
+        " takes what is free at once, and with the variable what it needs",
+        source="SingleVirtualDeviceMemoryLimit in core/common_runtime/gpu/gpu_device.cc",
+        version="November 2026",
+        variable=("TF_FORCE_GPU_ALLOW_GROWTH", "true"),
+        is_needed=False,
+        is_applied=True,
+        library="tensorflow",
+    ),
+    Framework(
+        "vLLM",
+        takes="90 % of the total; newer versions 92 %",
+        base=Base.TOTAL,
+        # Up to 0.27 it compares that also where --kv-cache-memory-bytes sizes its cache (pull request 39852).
+        note="it does not start if less is free than this part of the total",
+        source="vllm/config/cache.py, and request_memory in vllm/v1/worker/utils.py",
+        version="0.33.0",
+        option=("--gpu-memory-utilization", "{}"),
+        settings=("--gpu-memory-utilization",),
+        others=(_BYTES,),
+        command="vllm",
+        title="VLLM::",
+        part=0.9,
+    ),
+    Framework(
+        "SGLang",
+        takes="a part of what is free, which it computes from the total",
+        base=Base.FREE,
+        note="a part of what is free, for the model and its cache; the rest is for activations, for which it needs less"
+        " with a smaller --chunked-prefill-size",
+        source="srt/arg_groups/memory_hook.py, _profile_available_bytes in srt/mem_cache/kv_cache_configurator.py, and"
+        " docs/advanced_features/hyperparameter_tuning.md",
+        version="0.5.23",
+        option=("--mem-fraction-static", "{}"),
+        settings=("--mem-fraction-static",),
+        command="sglang",
+        title="sglang::",
+        part=0.85,
+    ),
+    Framework(
+        "Triton",
+        takes="what its models need, and a pool of 64 MB",
+        base=Base.USED,
+        note="it refuses a further model where more of the total is not free, which includes what the lease does not"
+        " have; what a model itself takes is up to its backend and its instance_group",
+        source="src/command_line_parser.cc, and VerifyModelLoadGpuFraction in core's src/backend_model_instance.cc",
+        version="2.73.0dev",
+        option=("--model-load-gpu-limit", "0:{}"),
+        is_needed=False,
+        others=("--cuda-memory-pool-byte-size",),
+    ),
 )
-JAX: Final = Framework(
-    "JAX",
-    takes="75 % of the total",
-    base=Base.TOTAL,
-    note="it refuses the new and the old name of the variable together, and versions before the new name ignore it",
-    source="docs/gpu_memory_allocation.rst, jaxlib/xla_client.py, and XLA's pjrt/gpu",
-    version="0.11.1",
-    variable=("XLA_CLIENT_MEM_FRACTION", "{}"),
-    is_applied=True,
-    settings=("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
-    others=("XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_ALLOCATOR=platform"),
-    library="jaxlib",
-    part=0.75,
-)
-TENSORFLOW: Final = Framework(
-    "TensorFlow",
-    takes="what is free",
-    base=Base.TOTAL,
-    note="the fraction is for per_process_gpu_memory_fraction in its GPUOptions, a part of the total; by default it"
-    " takes what is free at once, and with the variable what it needs",
-    source="SingleVirtualDeviceMemoryLimit in core/common_runtime/gpu/gpu_device.cc",
-    version="November 2026",
-    variable=("TF_FORCE_GPU_ALLOW_GROWTH", "true"),
-    is_needed=False,
-    is_applied=True,
-    library="tensorflow",
-)
-VLLM: Final = Framework(
-    "vLLM",
-    takes="90 % of the total; newer versions 92 %",
-    base=Base.TOTAL,
-    # Up to 0.27 it compares that also where --kv-cache-memory-bytes sizes its cache (pull request 39852).
-    note="it does not start if less is free than this part of the total",
-    source="vllm/config/cache.py, and request_memory in vllm/v1/worker/utils.py",
-    version="0.33.0",
-    option=("--gpu-memory-utilization", "{}"),
-    settings=("--gpu-memory-utilization",),
-    others=(_BYTES,),
-    command="vllm",
-    title="VLLM::",
-    part=0.9,
-)
-SGLANG: Final = Framework(
-    "SGLang",
-    takes="a part of what is free, which it computes from the total",
-    base=Base.FREE,
-    note="a part of what is free, for the model and its cache; the rest is for activations, for which it needs less"
-    " with a smaller --chunked-prefill-size",
-    source="srt/arg_groups/memory_hook.py, _profile_available_bytes in srt/mem_cache/kv_cache_configurator.py, and"
-    " docs/advanced_features/hyperparameter_tuning.md",
-    version="0.5.23",
-    option=("--mem-fraction-static", "{}"),
-    settings=("--mem-fraction-static",),
-    command="sglang",
-    title="sglang::",
-    part=0.85,
-)
-TRITON: Final = Framework(
-    "Triton",
-    takes="what its models need, and a pool of 64 MB",
-    base=Base.USED,
-    note="it refuses a further model where more of the total is not free, which includes what the lease does not have;"
-    " what a model itself takes is up to its backend and its instance_group",
-    source="src/command_line_parser.cc, and VerifyModelLoadGpuFraction in core's src/backend_model_instance.cc",
-    version="2.73.0dev",
-    option=("--model-load-gpu-limit", "0:{}"),
-    is_needed=False,
-    others=("--cuda-memory-pool-byte-size",),
-)
-TABLE: Final = (PYTORCH, JAX, TENSORFLOW, VLLM, SGLANG, TRITON)
+_, JAX, _, VLLM, SGLANG, _ = TABLE
 LIBRARIES: Final = tuple(each.library for each in TABLE if each.library)
 NAMES: Final = tuple(each.name.lower() for each in TABLE)
 """The names by which `advice` knows them."""

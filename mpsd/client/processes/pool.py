@@ -17,9 +17,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar, Unpack, cast
 
-from mpsd.client.ends import end_clients
 from mpsd.client.lease import Lease, Options
-from mpsd.client.worker import Worker, Workers
+from mpsd.client.processes.ends import end_clients
+from mpsd.client.processes.worker import Worker, Workers
 from mpsd.core.errors import InvalidRequestError, MpsdError
 
 P = ParamSpec("P")

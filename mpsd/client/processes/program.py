@@ -1,8 +1,4 @@
-"""Programs and functions that run in processes of their own, each under a lease.
-
-A program of `spawn` holds its lease itself, so that both end together, whatever ends them. The leases of `Pool` and
-`process` are held by this process, with which their workers end.
-"""
+"""Programs that hold a lease of their own, and end with this process."""
 
 import atexit
 import contextlib
@@ -14,20 +10,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, Unpack, cast
 
-from mpsd.client import become
-from mpsd.client.ends import end_clients
 from mpsd.client.environment import own_connections
 from mpsd.client.exchange import error_of
 from mpsd.client.lease import Lease, Options
-from mpsd.client.pool import Pool, process
-from mpsd.client.starter import start
+from mpsd.client.processes import become
+from mpsd.client.processes.ends import end_clients
+from mpsd.client.processes.starter import start
 from mpsd.client.waiting import Progress
 from mpsd.core.errors import InvalidRequestError, MpsdError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
-
-__all__ = ["Pool", "Process", "process", "spawn"]
 
 Argument: TypeAlias = "str | bytes | os.PathLike[str]"
 Stream: TypeAlias = "int | IO[Any] | None"

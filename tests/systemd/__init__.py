@@ -27,11 +27,16 @@ class Suite(NamedTuple):
     name: str
     systemd: int
     python: str
+    more: tuple[str, ...] = ()
+    """Further packages in its root file system."""
 
 
 SUITES: Final = {
     "bookworm": Suite("bookworm", systemd=252, python="3.11"),
     "trixie": Suite("trixie", systemd=257, python="3.13"),
+    "slurm": Suite(
+        "bookworm", systemd=252, python="3.11", more=("iproute2", "munge", "slurm-client", "slurmctld", "slurmd")
+    ),
 }
 
 

@@ -31,8 +31,8 @@ def root_file_system(suite: Suite) -> Path:
 
     Raises FetchError when something for it cannot be fetched. Concurrent calls do not disturb each other.
     """
-    with locked(suite.name) as cache:
-        place = cache / f"{suite.name}-{_recipe()}"
+    with locked("-".join([suite.name, *suite.more])) as cache:
+        place = cache / f"{suite.name}-{_recipe(suite)}"
         if not place.exists():
             folder = Path(tempfile.mkdtemp(prefix=f".{suite.name}-", dir=cache))
             try:
@@ -43,9 +43,10 @@ def root_file_system(suite: Suite) -> Path:
     return place
 
 
-def _recipe() -> str:
+def _recipe(suite: Suite) -> str:
     """Return a name for the inputs and the recipe of a root file system."""
-    return hashlib.sha256(Path(__file__).read_bytes() + _LOCK.read_bytes()).hexdigest()[:12]
+    inputs = Path(__file__).read_bytes() + _LOCK.read_bytes() + " ".join(suite.more).encode()
+    return hashlib.sha256(inputs).hexdigest()[:12]
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def _build(suite: Suite, root: Path) -> None:
     run(
         "unshare", "--mount",
         "mmdebstrap", "--quiet", "--mode=root", "--variant=apt", "--dpkgopt=force-unsafe-io", *without,
-        f"--include={','.join(PACKAGES)}", suite.name, str(root), mirrors()[0],
+        f"--include={','.join([*PACKAGES, *suite.more])}", suite.name, str(root), mirrors()[0],
     )  # fmt: skip
     # Like a machine after its first boot, which enables units by their presets, and asks questions.
     (root / "etc" / "machine-id").write_text(f"{hashlib.md5(suite.name.encode(), usedforsecurity=False).hexdigest()}\n")

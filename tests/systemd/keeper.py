@@ -16,8 +16,12 @@ _SECONDS: Final = 20.0
 """Deadline for a machine to power off; it takes a fraction of a second."""
 
 
+_OF_SLURM: Final = frozenset({"freezer", "devices"})
+"""The hierarchies of version 1 in which Slurm makes groups: a machine sees its own part of them, and mounts it."""
+
+
 def groups(name: str) -> Iterator[Path]:
-    """Yield a control group of this name in each hierarchy in which systemd makes groups, beside this process's own.
+    """Yield a control group of this name in each hierarchy in which systemd or Slurm makes groups, beside our own.
 
     Two machines in the same group would take each other's units for their own: systemd-nspawn itself makes a group
     `payload` in the one that it is started in.
@@ -26,9 +30,9 @@ def groups(name: str) -> Iterator[Path]:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, after = line.split(" - ", 1)
         kind, _, options = after.split(" ", 2)
-        hierarchy = "name=systemd" if kind == "cgroup" and "name=systemd" in options else ""
-        if kind == "cgroup2" or hierarchy:
-            yield Path(before.split(" ")[4], own[hierarchy].lstrip("/"), name)
+        wanted = {"name=systemd", *_OF_SLURM} & {*options.split(",")} if kind == "cgroup" else set()
+        if kind == "cgroup2" or wanted:
+            yield Path(before.split(" ")[4], own["".join(wanted)].lstrip("/"), name)
 
 
 def _enter(places: Sequence[Path]) -> None:

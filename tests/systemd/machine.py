@@ -40,10 +40,16 @@ class Machine:
     As a context manager it boots, and powers off. It ends with its owner, even if that is killed.
     """
 
-    def __init__(self, suite: Suite, name: str, folder: Path, binds: Mapping[str, Path] | None = None) -> None:
-        """`folder` is for the output of its boot; `binds` are files from outside, by their paths in it."""
+    def __init__(
+        self, suite: Suite, name: str, folder: Path, binds: Mapping[str, Path] | None = None, disk: Path | None = None
+    ) -> None:
+        """`folder` is for the output of its boot; `binds` are files from outside, by their paths in it.
+
+        `disk` is a directory for what it writes, which is still there after another boot.
+        """
         self.suite = suite
         self.name = name
+        self._disk = disk
         self._said = folder / f"{name}.log"
         self._binds = binds or {}
         self._lifeline = -1
@@ -66,11 +72,11 @@ class Machine:
         self.power_off()
 
     def boot(self) -> None:
-        """Boot it, and wait until it is up; it begins with the files of the suite, whatever an earlier boot left."""
-        control = real.real_daemons()[systemd.BRANCH]
+        """Boot it, and wait until it is up; it begins with the files of the suite, and what is on its disk."""
+        control, root = real.real_daemons()[systemd.BRANCH], root_file_system(self.suite)
         arguments = [
-            f"--directory={root_file_system(self.suite)}",
-            "--quiet", "--boot", "--volatile=overlay", "--private-network", "--console=pipe",
+            f"--directory={root}", f"--overlay={root}:{self._disk}:/" if self._disk else "--volatile=overlay",
+            "--quiet", "--boot", "--private-network", "--console=pipe",
             "--register=no", "--keep-unit",  # there may be no systemd outside
             f"--bind-ro={control}:{CONTROL}",
             *(f"--bind-ro={outside}:{inside}" for inside, outside in self._binds.items()),

@@ -572,6 +572,13 @@ class HistoryTotal(TypedDict):
     threads_granted: Annotated[float, about("Percent-seconds: a whole GPU for an hour is 360000.")]
     memory_granted: Annotated[float, about("Byte-seconds.")]
     memory_held: Annotated[float | None, about("Byte-seconds, by the readings of the GPUs; null without a reading.")]
+    memory_held_most: Annotated[
+        int | None,
+        about(
+            "With by=lease: bytes, the most that it held on each GPU at any reading of its life, summed over its GPUs;"
+            " null without a reading."
+        ),
+    ]
     clients: Annotated[float, about("Client-seconds.")]
 
 

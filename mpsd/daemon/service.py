@@ -138,6 +138,7 @@ async def serve(plan: Plan) -> None:
             node = _node(plan, source, run_dir, stores, log)
             accountant = Accountant(AccountStore(stores.accounts), node.settings, log)
             node.leases.group_commit.committed.connect(accountant.note)
+            node.violation_monitor.measured.connect(accountant.note_held)
             _report_names(settings, log)
             await node.open(inventory)
             await _run(plan, node, stores.events, accountant, log)

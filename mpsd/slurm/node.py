@@ -1,6 +1,8 @@
 """A node of Slurm beside its mpsd: when Slurm gives it no more jobs, and what it is told of each job's leases. Pure."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.core.health import Kind
@@ -23,6 +25,11 @@ _OVER: Final = frozenset({
 })  # fmt: skip
 """The states of jobs that have no resources of a node, or none any more. Source: squeue(1). A state that is not known
 here ends no lease."""
+
+
+_OURS: Final = re.compile(r"mpsd\([^()]*\):", re.IGNORECASE)
+
+_KEEPS_LETTERS: Final = [23, 2]
 
 
 class NodeSeen(NamedTuple):
@@ -93,43 +100,65 @@ class Account(NamedTuple):
     granted: int
     """Bytes, of all its GPUs."""
     held: int | None
-    """Bytes that its clients hold now; None where that is unknown."""
+    """The most bytes that it held on each of them, summed; None where that is unknown."""
+
+    def __str__(self) -> str:
+        words = [f"gpus={self.gpus}", f"threads={self.threads:g}", f"memory={self.granted // MIB}M"]
+        return " ".join([*words, "held=unknown" if self.held is None else f"held={self.held // MIB}M"])
 
 
-def accounts(leases: Iterable["answer_types.Lease"], clients: Iterable["answer_types.Client"]) -> Mapping[str, Account]:
-    """Return what each job of Slurm has on this node, by its id."""
-    held: dict[str, int | None] = {}
-    for client in clients:
-        lease, before = client["lease"] or "", held.get(client["lease"] or "", 0)
-        now = client["memory_held"]
-        held[lease] = None if before is None or now is None else before + now
-    found: dict[str, Account] = {}
+def account(leases: Iterable["answer_types.Lease"], most: Mapping[str, int | None]) -> Account:
+    """Return what a job has, or had, by its leases on this node; `most` has the most bytes of each lease, by its id."""
+    found = Account(0, 0.0, 0, 0)
     for each in leases:
-        if JOB not in each["labels"] or each["active_thread_percentage"] is None:
-            continue
-        job, own = each["labels"][JOB], held.get(each["id"], 0)
-        there = found.get(job, Account(0, 0.0, 0, 0))
-        found[job] = Account(
-            gpus=there.gpus + len(each["shares"]),
-            threads=max(there.threads, each["active_thread_percentage"]),
-            granted=there.granted + sum(share["pinned_device_mem_limit"] for share in each["shares"]),
-            held=None if there.held is None or own is None else there.held + own,
+        held = most.get(each["id"])
+        found = Account(
+            gpus=found.gpus + len(each["shares"]),
+            threads=max(found.threads, each["active_thread_percentage"] or 0.0),
+            granted=found.granted + sum(share["pinned_device_mem_limit"] for share in each["shares"]),
+            held=None if found.held is None or held is None else found.held + held,
         )
     return found
 
 
-def text_of(account: Account, most: int | None) -> str:
-    """Return an account as words; `most` are the most bytes that were held so far."""
-    words = [f"gpus={account.gpus}", f"threads={account.threads:g}", f"memory={account.granted // MIB}M"]
-    return " ".join([*words, "held=unknown" if most is None else f"held={most // MIB}M"])
+def last_run(leases: Collection["answer_types.Lease"]) -> list["answer_types.Lease"]:
+    """Return the leases of a job's last run: those of an earlier one ended before its others were granted."""
+    latest = max(_time(each["granted"]) for each in leases if each["granted"] is not None)
+    return [each for each in leases if each["ended"] is None or _time(each["ended"]) > latest]
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
 def merged(present: str, node: str, text: str) -> str:
     """Return an AdminComment with this node's part in it, and the parts of other nodes and of others as they are."""
-    own = f"mpsd({node}): {text}"
-    parts = [each.strip() for each in present.split(";") if each.strip()]
-    found = [own if each.startswith(f"mpsd({node}):") else each for each in parts]
+    own, begin = _part(node, text), f"mpsd({node}):".lower()
+    found = [own if each.lower().startswith(begin) else each for each in _parts(present)]
     return "; ".join(found if own in found else [*found, own])
+
+
+def has_part(present: str, node: str, text: str) -> bool:
+    """Tell whether an AdminComment has this node's part, whatever became of its capital letters."""
+    return _part(node, text).lower() in _parts(present.lower())
+
+
+def is_kept(comment: str, version: str) -> bool:
+    """Tell whether sacctmgr of this version writes the parts of others as they are.
+
+    It writes ` for quotes, and before 23.02 small letters for capital ones. Source: Slurm's notes on 23.02.
+    """
+    others = "".join(each for each in _parts(comment) if not _OURS.match(each))
+    is_old = [int(each) for each in re.findall(r"\d+", version)[:2]] < _KEEPS_LETTERS
+    return not {*others}.intersection("'\"") and not (is_old and others != others.lower())
+
+
+def _part(node: str, text: str) -> str:
+    return f"mpsd({node}): {text}"
+
+
+def _parts(comment: str) -> list[str]:
+    return [each.strip() for each in comment.split(";") if each.strip()]
 
 
 def is_over(state: str) -> bool:

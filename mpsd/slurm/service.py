@@ -19,6 +19,7 @@ from mpsd.core.slurm.job import JOB
 from mpsd.core.slurm.settings import Settings
 from mpsd.slurm import hooks
 from mpsd.slurm import node as judge
+from mpsd.slurm.accounting import Accounting
 from mpsd.slurm.node import Reason
 from mpsd.slurm.records import Records
 from mpsd.slurm.slurm_programs import SlurmPrograms
@@ -34,12 +35,6 @@ _LOOK: Final = 1.0
 _SETTLES: Final = 15.0
 """Seconds after which a reason that is no operator's order drains the node: a control daemon restarts in less, and so
 does mpsd."""
-
-_FIRST: Final = 5.0
-"""Seconds until the second writing of a job's AdminComment; each further pause is twice as long, up to _LAST. Slurm
-takes none once a job has ended."""
-
-_LAST: Final = 60.0
 
 _SAID: Final = "node"
 """The file with the reason that the node was drained with."""
@@ -113,51 +108,12 @@ def check_health(settings: Settings, environment: Mapping[str, str]) -> int:
 
 
 @dataclass(slots=True)
-class _Written:
-    """What was written about a job."""
-
-    text: str = ""
-    most: int | None = 0
-    """The most bytes that it held at any look; None while that is unknown."""
-    next: float = 0.0
-    pause: float = _FIRST
-    shared: bool = False
-    """Whether other nodes write, too: then what was written is looked for again, since one may have written what it
-    had read before. Slurm knows no way to change a part of it."""
-
-
-@dataclass(slots=True)
 class Jobs:
     """The jobs with leases on this node."""
 
     slurm: SlurmPrograms
-    _written: dict[str, _Written] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
     """The leases whose jobs Slurm did not know at the last look, and the jobs that Prolog left for an Epilog."""
-
-    def account(self, leases: Collection["answer_types.Lease"], api: Client, now: float) -> None:
-        """Write what each job has into its AdminComment, where that has changed. Raises MpsdError."""
-        if not leases:
-            self._written.clear()
-            return
-        found = judge.accounts(leases, api.clients()["clients"])
-        for job in self._written.keys() - found.keys():
-            del self._written[job]
-        for job, account in found.items():
-            written = self._written.setdefault(job, _Written())
-            if account.held is not None:
-                written.most = max(written.most or 0, account.held)
-            text = judge.text_of(account, written.most)
-            if now < written.next or (text == written.text and not written.shared):
-                continue
-            written.next, written.pause = now + written.pause, min(written.pause * 2, _LAST)
-            seen = self.slurm.job(job)
-            if seen is None or not seen.fits:
-                continue
-            wanted = judge.merged(seen.admin_comment, self.slurm.node, text)
-            if wanted != seen.admin_comment:
-                self.slurm.set_admin_comment(seen.name, wanted)
-            written.text, written.shared = text, seen.nodes > 1
 
     def end_unknown(self, leases: Collection["answer_types.Lease"], api: Client, records: Records) -> None:
         """End the leases of jobs that Slurm did not know twice in a row, and forget them. Raises MpsdError, OSError."""
@@ -183,6 +139,7 @@ class Service:
         self._settings = settings
         self._node = Node(settings, slurm)
         self._jobs = Jobs(slurm)
+        self._accounting = Accounting(slurm, Path(settings.state_dir), _log)
         self._refused_since: float | None = None
         """Since when the node should get no jobs."""
         self._followed: str | None = None
@@ -197,7 +154,9 @@ class Service:
             self._next_slow = now + self._settings.look
         troubles = {}
         with Client(self._settings.socket, deadline=_ANSWER) as api:
-            for name, step in (("node", self._follow), ("jobs", self._account), ("leases", self._tidy)):
+            for name, step in (
+                ("node", self._follow), ("jobs", self._account), ("leases", self._tidy), ("accounts", self._settle),
+            ):  # fmt: skip
                 try:
                     step(api, now, is_slow=is_slow)
                 except (MpsdError, OSError) as error:
@@ -222,7 +181,10 @@ class Service:
             self._followed = text
 
     def _account(self, api: Client, now: float, *, is_slow: bool) -> None:  # noqa: ARG002 - one signature for all
-        self._jobs.account(self._leases(api), api, now)
+        self._accounting.account(api, now)
+
+    def _settle(self, api: Client, now: float, *, is_slow: bool) -> None:  # noqa: ARG002 - likewise
+        self._accounting.settle(now)
 
     def _tidy(self, api: Client, now: float, *, is_slow: bool) -> None:  # noqa: ARG002 - likewise
         if is_slow:

@@ -1,7 +1,7 @@
 """The programs of Slurm that the service and the health check call. Hooks call none of them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import ConfigurationError, UnreachableError
@@ -18,7 +18,7 @@ _MARKS: Final = "*~#!%$@^-+"
 _LONGEST: Final = 32000
 """Characters of an AdminComment that are read, and written: the parts of some 500 nodes."""
 
-_COLUMNS: Final = {"jobid": 20, "jobarrayid": 40, "numnodes": 10, "admin_comment": _LONGEST}
+_COLUMNS: Final = {"jobid": 20, "jobarrayid": 40, "numnodes": 10, "state": 20, "admin_comment": _LONGEST}
 """What squeue tells of a job, each with its width."""
 
 
@@ -30,8 +30,28 @@ class JobSeen(NamedTuple):
     heterogeneous job, for all of them: `12_3`, or `12+0`."""
     nodes: int
     admin_comment: str
-    fits: bool
-    """Whether that is the whole AdminComment."""
+    takes: bool
+    """Whether scontrol changes it: that is all of it, and the job runs. scontrol refuses once a job completes."""
+
+
+_RUNS: Final = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING"})
+
+_BETWEEN: Final = "\x1f"
+"""Stands between the fields of sacct: no comment has it."""
+
+_SLURMDBD: Final = "accounting_storage/slurmdbd"
+
+
+class Recorded(NamedTuple):
+    """The last run of a job, as slurmdbd has it."""
+
+    name: str
+    """By which sacctmgr knows this job alone, such as 17_3 or 17+0."""
+    started: int | None
+    """Seconds since 1970; None where slurmdbd does not know, or it has not started."""
+    is_over: bool
+    """Whether slurmctld has reported its end."""
+    admin_comment: str
 
 
 class SlurmPrograms:
@@ -40,7 +60,7 @@ class SlurmPrograms:
     def __init__(self, node: str, variables: Mapping[str, str]) -> None:
         """`variables` are those that name another configuration of Slurm, if any."""
         self.node = node
-        self._environment = process.environment(variables)
+        self._environment = process.environment({**variables, "SLURM_TIME_FORMAT": "%s"})
 
     def seen(self) -> NodeSeen:
         """Return the node's state."""
@@ -72,16 +92,49 @@ class SlurmPrograms:
             for width in _COLUMNS.values():
                 words.append(rest[:width].strip())
                 rest = rest[width:]
-            number, name, nodes, comment = words
+            number, name, nodes, state, comment = words
             if number == job:
                 comment = "" if comment in {"(null)", "N/A"} else comment
-                return JobSeen(name, int(nodes) if nodes.isdecimal() else 1, comment, len(comment) < _LONGEST)
+                takes = state in _RUNS and len(comment) < _LONGEST
+                return JobSeen(name, int(nodes) if nodes.isdecimal() else 1, comment, takes)
         return None
 
     def set_admin_comment(self, name: str, text: str) -> None:
         """Replace a job's AdminComment by its name for scontrol; one that is too long stays."""
         if len(text) < _LONGEST:
             self._output("scontrol", "update", f"jobid={name}", f"admincomment={text}")
+
+    def has_slurmdbd(self) -> bool:
+        """Tell whether slurmdbd keeps the accounts of jobs."""
+        for line in self._output("scontrol", "show", "config").splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "AccountingStorageType":
+                return value.strip() == _SLURMDBD
+        return False
+
+    def recorded(self, jobs: Collection[str]) -> dict[str, Recorded]:
+        """Return what slurmdbd has of the last runs of jobs, by their ids."""
+        fields = "JobIDRaw,JobID,Start,End,AdminComment"
+        said = self._output(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--delimiter={_BETWEEN}",
+            f"--jobs={','.join(jobs)}", f"--format={fields}",
+        )  # fmt: skip
+        rows: list[list[str]] = []
+        for line in said.splitlines():
+            if line.count(_BETWEEN) >= fields.count(","):
+                rows.append(line.split(_BETWEEN, fields.count(",")))
+            elif rows:  # a comment of several lines
+                rows[-1][-1] += f"\n{line}"
+        return {
+            number: Recorded(name, int(start) if start.isdecimal() else None, end.isdecimal(), text)
+            for number, name, start, end, text in rows
+            if number in jobs
+        }
+
+    def record_admin_comment(self, name: str, text: str) -> None:
+        """Change the AdminComment of a job that has ended, in slurmdbd."""
+        change = ("modify", "job", f"jobid={name}", "set", f"AdminComment={text}")
+        self._output("sacctmgr", "--immediate", "--quiet", *change)
 
     def _output(self, name: str, *arguments: str) -> str:
         found = program(name)

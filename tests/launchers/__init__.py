@@ -4,11 +4,13 @@ import shutil
 from typing import Final
 
 _PACKAGES: Final = {
+    "mariadbd": "mariadb-server-core",
     "mpirun.mpich": "mpich",
     "mpirun.openmpi": "openmpi-bin",
     "munged": "munge",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
+    "slurmdbd": "slurmdbd",
     "srun": "slurm-client",
     "supervisord": "supervisor",
 }

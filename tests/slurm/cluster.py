@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from tests.control_groups import mounted
 from tests.harness import look_at, wait_until
+from tests.slurm import database
 
 _ROOT: Final = Path(__file__).parents[2]
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
@@ -227,6 +228,8 @@ class Cluster:
     """Whether gres.conf names the devices from the last one on."""
     shards: int = 4
     """Shards of each GPU."""
+    slurmdbd: bool = False
+    """Whether slurmdbd keeps the accounts of jobs."""
     pids: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -286,7 +289,7 @@ class Cluster:
             text += "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
             if self.root is not None:
                 (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
-        (etc / "slurm" / "slurm.conf").write_text(text + self.configuration)
+        database.write(self, text + self.configuration)
 
     def _gres(self) -> Iterator[str]:
         """Yield the lines of gres.conf."""
@@ -308,6 +311,8 @@ class Cluster:
         options = {"--key-file": self.place / "etc" / "munge.key", "--socket": "/run/munge/munge.socket.2"}
         options |= {"--pid-file": "/run/munge/pid", "--seed-file": "/run/munge/seed", "--log-file": "/run/munge/log"}
         self.run_daemon("munged", *munge, *(str(each) for pair in options.items() for each in pair))
+        if self.slurmdbd:
+            database.start(self)
         self.start_slurmctld()
         for each in self.machines:
             self.start_slurmd(each)

@@ -128,7 +128,7 @@ def test_a_job_is_accounted_for(site: Site) -> None:
 
         def held() -> int:
             words = dict(each.partition("=")[::2] for each in admin_comment(site, job).split())
-            return int(words.get("held", "0M").rstrip("M"))
+            return int(words.get("held", "unknown").rstrip("M").replace("unknown", "0"))
 
         wait_until(lambda: held() >= 512, what="the memory of the job in its AdminComment", deadline=30)
         found = admin_comment(site, job)

@@ -127,6 +127,11 @@ class ShareRecord(Struct, array_like=True):
     """The value of the last reading; None without a reading."""
     held_total: int = 0
     known_total: int = 0
+    held_most: int | None = None
+    """The greatest value of any reading; None without a reading."""
+
+    def note(self, held: int) -> None:
+        self.held_most = max(self.held_most or 0, held)
 
 
 class LeaseRecord(Struct, array_like=True):
@@ -321,12 +326,22 @@ class Accounts:
             of_leases = sum(filter(None, reading.by_lease.values())) if reading is not None else 0
             rest.held = max(reading.used - of_leases, 0) if reading is not None else 0
 
+    def note_most(self, lease_id: str, gpu: str, held: int) -> None:
+        """Note what a lease held at some reading; nothing where it is not open."""
+        record = self.open.get(lease_id)
+        for share in record.shares if record is not None else ():
+            if share.gpu == gpu:
+                share.note(held)
+                self.changed[lease_id] = self.open[lease_id]
+
     def _set_held(self, record: LeaseRecord, share: ShareRecord, series: Series, held: int | None, at: int) -> None:
         account = self._touch(series, at)
         record.advance(at)
         account.held += (held or 0) - (share.held or 0)
         account.known += (held is not None) - (share.held is not None)
         share.held = held
+        if held is not None:
+            share.note(held)
         self.changed[record.id] = record
 
     def _touch(self, series: Series, at: int) -> _Account:

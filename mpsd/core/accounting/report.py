@@ -70,6 +70,8 @@ class Line(Struct):
     samples: dict[int, Amounts]
     """Empty in a report of totals."""
     leases: int = 0
+    held_most: int | None = None
+    """In a report by lease: the most bytes that it held on each GPU at any reading, summed; None without a reading."""
     seen: int = 0
     """A set bit for each sample that is not empty, by its number."""
 
@@ -158,6 +160,8 @@ class Report:
             return
         line = self._line(record.id)
         line.leases = 1
+        most = [share.held_most for share in shares if share.held_most is not None]
+        line.held_most = sum(most) * MIB if len(most) == len(shares) else None
         length = max(record.at - record.began, 1)
         known = max(share.known_total for share in shares)
         self._spread(

@@ -28,7 +28,7 @@ from mpsd.core.accounting.accounts import (
 from mpsd.core.accounting.report import By, Report
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, ProcessIdentity, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
 from mpsd.daemon.accounting.account_store import TIERS, AccountStore, Cursor, Gap
@@ -154,6 +154,8 @@ class Accountant:
         """The changes of leases that are not in the accounts yet."""
         self._held: object = None
         """The held memory by the last reading of the GPUs that the accounts include."""
+        self._most: dict[tuple[str, str], int] = {}
+        """By lease and GPU, the most memory (MiB) that was held at the readings since the changes were taken in."""
         self._gaps: list[Gap] = []
         """Gaps that are not stored yet."""
         self._since = 0
@@ -168,6 +170,12 @@ class Accountant:
         """Queue the leases that were stored together at this time for the accounts, by id."""
         self._now()  # the accounts must leave a jump of the clock out before they take in a time after it
         self._batches.append((at, leases))
+
+    def note_held(self, held: Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]) -> None:
+        """Note what each lease holds by a reading: it may end before the next sample."""
+        for key, processes in held.items():
+            if (now := _held(processes.values())) is not None:
+                self._most[key] = max(self._most.get(key, 0), now)
 
     def _now(self) -> int:
         """Return the time of day; where it has jumped since the last call, the accounts leave out the jump as a gap.
@@ -300,7 +308,15 @@ class Accountant:
         batches, self._batches = self._batches, []
         for at, leases in batches:
             for lease in leases.values():
+                if lease.state is LeaseState.ENDED:
+                    self._take_in_most([(lease.id, share.gpu) for share in lease.shares])
                 self._accounts.follow(lease, microseconds(at))
+        self._take_in_most([*self._most])
+
+    def _take_in_most(self, keys: Iterable[tuple[str, str]]) -> None:
+        for lease_id, gpu in keys:
+            if (most := self._most.pop((lease_id, gpu), None)) is not None:
+                self._accounts.note_most(lease_id, gpu, most)
 
     def _take_in_reading(self, node: Node, now: int) -> None:
         """Put a new reading of the GPUs, if there is one, into the accounts."""

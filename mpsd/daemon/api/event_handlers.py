@@ -286,6 +286,7 @@ def _series(report: Report, line: Line) -> answer_types.HistorySeries:
             threads_granted=total.threads,
             memory_granted=total.memory,
             memory_held=total.held if total.known else None,
+            memory_held_most=line.held_most,
             clients=total.clients,
         ),
         samples=[_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from math import inf
+from typing import TypeAlias
 
 from mpsd.core import gpus, holders
 from mpsd.core.enforcement import verification, violations
@@ -50,6 +51,9 @@ from mpsd.system import clock
 from mpsd.system.processes import proc
 from mpsd.system.processes.foreign_reader import ForeignReader
 
+Held: TypeAlias = Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]
+"""What processes hold, by lease and GPU."""
+
 
 class ViolationMonitor:
     """The known processes on the node's GPUs, and the violations among them."""
@@ -67,6 +71,8 @@ class ViolationMonitor:
     ) -> None:
         self.stale = Signal[()]()
         """The GPUs have to be read, and inspected, for the sake of findings."""
+        self.measured = Signal[Held]()
+        """A reading of the GPUs is attributed to leases."""
         self._settings, self._clients = settings, leases.clients
         self._find_lease = leases.ledger.find
         self._crowding_on = leases.ledger.crowding
@@ -84,7 +90,7 @@ class ViolationMonitor:
         self._daemons: dict[str, Daemon] = {}
         self.usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs; each reading is a new object."""
-        self.held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
+        self.held: Held = {}
         """By lease and GPU, what its processes held there at that reading; it omits leases that held nothing.
 
         Each attribution of a reading is a new object, too."""
@@ -122,6 +128,7 @@ class ViolationMonitor:
         attached = [*self.attached()]
         if read:
             self._attribute_memory(attached)
+            self.measured.send(self.held)
         self._note_faults(attached)
         self.doubts = tuple(self._doubt(attached))
         found = set(self._find(attached))

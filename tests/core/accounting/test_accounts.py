@@ -182,6 +182,27 @@ def test_what_is_held() -> None:
     assert (sums[None].held, sums[None].known) == (700 * 20 * SECOND, 20 * SECOND)
 
 
+def test_the_most_that_a_lease_held() -> None:
+    """Of each GPU, by any reading, also one between two samples; unknown while a GPU had no reading."""
+    accounts, report = Accounts(), Report(By.LEASE, "", START, START + MINUTE, 60)
+    for number in (1, 2):
+        accounts.begin(record(number, START, gpus=2))
+    first, second = (accounts.open[f"lease-{number}"] for number in (1, 2))
+    accounts.read({"GPU-0": held({"lease-1": 300})}, START + SECOND)
+    accounts.note_most("lease-1", "GPU-0", 700)
+    accounts.note_most("lease-1", "GPU-1", 40)
+    accounts.note_most("lease-3", "GPU-0", 9000)
+    accounts.read({"GPU-0": held({"lease-1": None})}, START + 2 * SECOND)
+    accounts.read({"GPU-0": held({"lease-1": 200})}, START + 3 * SECOND)
+    for each in (first, second):
+        report.add_lease(each, START + 5 * SECOND)
+    assert [each.held_most for each in report.lines()[0]] == [740 * MIB, None]
+    accounts.read({"GPU-1": held({})}, START + 4 * SECOND)
+    report = Report(By.LEASE, "", START, START + MINUTE, 60)
+    report.add_lease(second, START + 5 * SECOND)
+    assert [each.held_most for each in report.lines()[0]] == [0]
+
+
 def test_names_are_bounded() -> None:
     """Leases beyond a user's limit on names, or with too long labels, count without name and labels."""
     accounts = Accounts()

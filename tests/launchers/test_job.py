@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -106,7 +107,7 @@ def slurm(private_root: Path) -> Iterator[Cluster | None]:
     if os.geteuid() != 0 or missing("slurmctld", "slurmd", "srun", "munged"):
         yield None
         return
-    with running(private_root / "slurm", control_groups=False) as cluster:
+    with running(private_root / "slurm", nodes=2, control_groups=False) as cluster:
         yield cluster
 
 
@@ -118,13 +119,16 @@ def launch(slurm: Cluster | None, short_tmp: Path) -> Iterator[Launch]:
     """Start so many ranks by a launcher, each as `mpsctl job` with these arguments around a command."""
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, ranks: int, *arguments: str, command: Sequence[str] = program()) -> Launched:
+        def start(
+            name: str, ranks: int, *arguments: str, command: Sequence[str] = program(), nodes: int = 1
+        ) -> Launched:
             launcher: Sequence[str]
             match name:
                 case "slurm":
                     assert slurm is not None
                     own = (f"{name}={value}" for name, value in variables(short_tmp).items())
-                    launcher = slurm.command("env", *own, "srun", "--overcommit", "-n", f"{ranks}", "--quiet")
+                    srun = ("srun", f"--nodes={nodes}", "--overcommit", "-n", f"{ranks}", "--quiet")
+                    launcher = slurm.command("env", *own, *srun)
                 case "openmpi":
                     launcher = ("mpirun.openmpi", "--oversubscribe", "--quiet", "-n", f"{ranks}")
                 case _:
@@ -147,6 +151,20 @@ def test_many_ranks(launch: Launch, launcher: str) -> None:
     assert all(each["mps"] for each in answers)
     assert [*Counter(each["gpu"] for each in answers).values()] == [RANKS // 4] * 4
     assert "ranks 0 to 15 on GPU 0" in started.output
+    wait_until(lambda: not started.left(), what="the job to leave nothing", deadline=20)
+
+
+@pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged")
+@pytest.mark.root("run a cluster of Slurm in namespaces")
+def test_ranks_on_two_nodes(launch: Launch) -> None:
+    """Each node has an mpsd of the job's own, also where both have one file system for temporary files."""
+    script = 'echo "$SLURMD_NODENAME: $CUDA_MPS_PIPE_DIRECTORY"; exec "$@" </dev/null'
+    started = launch("slurm", 4, "--simulate", "2", nodes=2, command=("sh", "-c", script, "sh", *program()))
+    assert started.process.wait(_LATE) == 0, started.output
+    assert [each["mps"] for each in started.answers] == [True] * 4
+    found = re.findall(r"^(slurmnode2?): (\S+)/(gpu[01])$", started.output, re.MULTILINE)
+    assert sorted((node, gpu) for node, _, gpu in found) == [*product(("slurmnode", "slurmnode2"), ("gpu0", "gpu1"))]
+    assert len({directory for _, directory, _ in found}) == 2
     wait_until(lambda: not started.left(), what="the job to leave nothing", deadline=20)
 
 

@@ -182,6 +182,9 @@ class Machine:
         identity = [f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--clear-groups"]
         return [*inside, "setpriv", *identity, "env", "-i", f"PATH={PATH}", "HOME=/tmp", f"USER={user}", *command]
 
+    def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        return self.cluster.finished(self.command(*command), check=check)
+
     def end(self) -> None:
         """End every process here, and remove the control groups."""
         for kind, group in self.groups:
@@ -264,7 +267,6 @@ class Cluster:
             os.chown(each, int(munge[2]), int(munge[3]))
         key.chmod(0o400)
         (self.place / "munge").chmod(0o711)
-        (etc / "slurm" / "gres.conf").write_text("\n".join([*self._gres(), ""]))
         types = [*self.share.split(), *self.more_gres]
         counts = {"mps": 100 * self.gpus, "shard": self.shards * self.gpus, **self.more_gres}
         gres = ",".join([f"gpu:{self.gpus}", *(f"{each}:{counts[each]}" for each in types)])
@@ -289,7 +291,15 @@ class Cluster:
             text += "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
             if self.root is not None:
                 (etc / "slurm" / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
-        database.write(self, text + self.configuration)
+        database.write(self, text + self._included("slurm.conf", self.configuration))
+        (etc / "slurm" / "gres.conf").write_text(self._included("gres.conf", "\n".join([*self._gres(), ""])))
+
+    def _included(self, name: str, lines: str) -> str:
+        """Return lines of a file of Slurm, or, where nodes get it from slurmctld, one that includes them."""
+        if not self.configless:
+            return lines
+        (self.place / "etc" / "slurm" / f"further-{name}").write_text(lines)
+        return f"Include further-{name}\n"
 
     def _gres(self) -> Iterator[str]:
         """Yield the lines of gres.conf."""
@@ -358,13 +368,14 @@ class Cluster:
         return self.machines[0].command(*command, user=user)
 
     def root_run(self, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        return self._run(self.command(*command), check=check)
+        return self.finished(self.command(*command), check=check)
 
     def run(self, user: str, *command: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command as a user."""
-        return self._run(self.command(*command, user=user), check=check)
+        return self.finished(self.command(*command, user=user), check=check)
 
-    def _run(self, command: Sequence[str], *, check: bool) -> "subprocess.CompletedProcess[str]":
+    def finished(self, command: Sequence[str], *, check: bool) -> "subprocess.CompletedProcess[str]":
+        """Run a command line of `command` to its end."""
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=50, check=False, stdin=subprocess.DEVNULL, cwd="/"
         )

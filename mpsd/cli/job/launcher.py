@@ -44,7 +44,7 @@ def seat(variables: Mapping[str, str]) -> Seat | None:
     if _MPICH in variables:
         return _seat("MPICH", _launcher(_MPICH), variables[_MPICH], variables.get("MPI_LOCALNRANKS"))
     if _SLURM in variables and "SLURM_STEP_ID" in variables:
-        job = f"{variables.get('SLURM_JOB_ID')}.{variables['SLURM_STEP_ID']}"
+        job = ".".join(variables.get(each, "") for each in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID"))
         return _seat("Slurm", job, variables[_SLURM], _tasks(variables))
     return None
 

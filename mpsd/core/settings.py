@@ -419,7 +419,9 @@ class Roles:
     counts only outside containers (`daemon.http.peer`).
     """
 
-    observers: tuple[str, ...] = names_row((), "Users and %groups that may read; `*` means all users.")
+    observers: tuple[str, ...] = names_row(
+        (), "Users and %groups that may read, and take leases that root left for them; `*` means all users."
+    )
     users: tuple[str, ...] = names_row(
         ("*",), "Users and %groups that may read, take out leases, and end their own leases; `*` means all users."
     )

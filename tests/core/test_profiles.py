@@ -72,7 +72,7 @@ def test_every_setting_has_a_reason(profile: Profile) -> None:
     stated = {lines[at].split(" = ")[0] for at in settings}
     wanted = {"open", "users", "compute_mode", "unadmitted", "on_violation", "admins"}
     quota = {"threads", "memory", "ttl", "gpu_count"}
-    wanted |= {Profile.WORKSTATION: {"memory_reserve"}, Profile.SLURM: {"users"}}.get(profile, quota)
+    wanted |= {Profile.WORKSTATION: {"memory_reserve"}, Profile.SLURM: {"observers"}}.get(profile, quota)
     assert wanted <= stated
 
 
@@ -90,6 +90,9 @@ def test_what_the_profiles_are_for() -> None:
     assert closed == {Profile.SHARED_SERVER, Profile.ONE_USER, Profile.SLURM}
     assert {p for p, settings in found.items() if settings.quota} == closed - {Profile.SLURM}
     assert all(settings.roles.admins == ("%wheel",) and settings.api.open for settings in found.values())
+    who = {profile: (settings.roles.users, settings.roles.observers) for profile, settings in found.items()}
+    assert who.pop(Profile.SLURM) == ((), ("*",))  # Slurm does not count the leases that users take out
+    assert {*who.values()} == {(("*",), ())}
 
 
 @pytest.mark.parametrize("gpus", ["one", "one-small", "two", "three", "eight", "mig-beside"])

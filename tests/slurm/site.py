@@ -21,6 +21,9 @@ from tests.slurm.cluster import USERS, Cluster
 
 ROOT: Final = Path(__file__).parents[2]
 
+ROLES: Final = '[roles]\nusers = []\nobservers = ["*"]\n'
+"""Those of mpsd's profile for Slurm: users take the leases of their jobs, and no others."""
+
 HOOKS: Final = {"Prolog": "prolog", "Epilog": "epilog", "TaskProlog": "task-prolog"}
 
 _numbers = count(1)
@@ -138,7 +141,7 @@ def sites(
     fork_server: ForkServer,
     *,
     control: Path | None = None,
-    config: str | None = None,
+    config: str = ROLES,
     settings: Mapping[str, object] = {},
     more: Callable[[Path], str] = lambda _: "",
     gpus: int = 2,

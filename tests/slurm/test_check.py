@@ -124,6 +124,7 @@ def test_what_stands_outside_of_the_files() -> None:
     assert "memory cannot be asked for" in words(replace(seen(), comment=False))
     assert "has not seen Slurm 27.11.1" in words(replace(seen(), version="27.11.1"))
     assert "version of Slurm is not known" in words(replace(seen(), version=""))
+    assert "users may take out leases without Slurm" in words(replace(seen(), takes=True))
     alone = replace(seen(), one_user=True)
     assert "one user at a time" in words(alone)
     fitting = configuration.parse(SLURM.replace("Nodes=ALL", "Nodes=ALL ExclusiveUser=YES"), GRES, CGROUP)

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree, wait_until
-from tests.slurm.site import Site
+from tests.slurm.site import ROOT, Site
 from tests.slurm.site import site as running_site
 
 pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
@@ -187,6 +188,18 @@ def test_another_user_cannot_take_a_lease(site: Site) -> None:
         driven.tell("exit")
         site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()
+
+
+def test_no_lease_without_a_share(site: Site) -> None:
+    """Slurm would not count a lease that a user takes out beside it, and a job with that share would fail."""
+    packages = next(each for each in sys.path if each.endswith("site-packages"))
+    program = f"PYTHONPATH={ROOT}:{packages} {Path(sys.executable).resolve()} -m mpsd.cli.main"
+    job = site.cluster.submit("ann", f"{program} --socket {site.node.socket} admit --fraction 0.9 2>&1; echo status $?")
+    site.cluster.wait_for_state(job, "COMPLETED")
+    said = site.cluster.output(job)
+    assert "this needs the role user, and your role is observer [not_permitted]" in said
+    assert "status 77" in said
+    assert not site.node.leases()
 
 
 def test_a_suspended_job_keeps_its_lease(site: Site) -> None:

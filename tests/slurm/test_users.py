@@ -3,7 +3,7 @@
 import pytest
 
 from tests.slurm import building
-from tests.slurm.site import Start
+from tests.slurm.site import ROLES, Start
 
 pytestmark = [
     pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"),
@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.parametrize("slurm", building.OLDEST_AND_NEWEST, indirect=True),
 ]
 
-ONE_USER = '[daemon]\nusers = "one"\n'
+ONE_USER = f'{ROLES}[daemon]\nusers = "one"\n'
 
 
 def test_the_second_waits_and_runs(start: Start) -> None:

@@ -74,7 +74,8 @@ def check(api: Client, form: str, config: Path | None) -> None:
         node=ours.node or os.uname().nodename.partition(".")[0],
     )
     try:
-        seen = replace(seen, gpus=_numbers(api), one_user=_serves_one_user(api))
+        takers = api.config()["config"]["roles"]["users"]
+        seen = replace(seen, gpus=_numbers(api), one_user=_serves_one_user(api), takes=bool(takers))
     except MpsdError as error:
         seen = replace(seen, unreachable=error.detail)
     results = findings(seen)

@@ -114,6 +114,8 @@ def settings_of(profile: Profile, machine: Machine, group: str = "") -> Settings
         expiry = OnExpiry.TERMINATE if one_at_a_time else OnExpiry.LEAVE
         quotas = {"*": _quota(machine.shared, one_at_a_time=one_at_a_time)}
         smallest = ActiveThreadPercentage.parse(10) if one_at_a_time else smallest
+    everybody, nobody = (f"%{group}",) if group else ("*",), ()
+    users_of = (nobody, everybody) if profile is Profile.SLURM else (everybody, nobody)
     violation = OnViolation.TERMINATE if profile is Profile.SLURM else OnViolation.REPORT
     reserve = GIB if profile is Profile.WORKSTATION else base.admission.memory_reserve
     return replace(
@@ -124,7 +126,8 @@ def settings_of(profile: Profile, machine: Machine, group: str = "") -> Settings
         admission=replace(base.admission, memory_reserve=reserve, smallest_share=smallest),
         roles=replace(
             base.roles,
-            users=(f"%{group}",) if group else ("*",),
+            users=users_of[0],
+            observers=users_of[1],
             admins=(f"%{machine.administrators}",) if machine.administrators else (),
         ),
         quota=quotas,
@@ -250,9 +253,10 @@ def _reasons(profile: Profile, settings: Settings) -> Mapping[str, str]:
         )
         reasons["api.open"] = "Users see owner, name, share and times of each lease; with false, only the sums."
         reasons["roles.users"] = (
-            "Who may take out leases: the users of jobs. mpsd counts leases that Slurm did not give out, too, and Slurm"
-            " does not: let users log in to this node only with a job (pam_slurm_adopt)."
+            "Root alone takes out leases, for jobs, in Slurm's Prolog: Slurm would not count those of users, and jobs"
+            " would fail for lack of room."
         )
+        reasons["roles.observers"] = "The users of jobs, whose tasks take the leases of their jobs, and read."
     if not settings.quota:  # without quotas, no lease expires
         del reasons["enforcement.on_expiry"]
     return reasons

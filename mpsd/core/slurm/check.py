@@ -79,6 +79,8 @@ class Seen:
     """The numbers of the device files of the GPUs that mpsd shares; None where it does not answer."""
     one_user: bool | None = None
     """Whether mpsd serves one user at a time on a GPU of this node; None where it does not answer."""
+    takes: bool = False
+    """Whether any users may take out leases without Slurm (`roles.users` of mpsd.toml)."""
 
     @property
     def controllers(self) -> list[str]:
@@ -278,6 +280,12 @@ def _users(seen: Seen) -> Iterator[Finding]:
         yield _warn(because, 'ExclusiveUser=YES on the partition; or, with driver 555 and newer, daemon.users = "many"')
 
 
+def _takers(seen: Seen) -> Iterator[Finding]:
+    if seen.takes:
+        because = "users may take out leases without Slurm (roles.users in mpsd.toml), which does not count them"
+        yield _warn(because, 'users = [] and observers = ["*"] there, as mpsctl service configure slurm has it')
+
+
 def _places(seen: Seen) -> tuple[Mapping[str, str], ...]:
     return (*seen.configuration.partitions, *seen.configuration.nodes)
 
@@ -301,7 +309,8 @@ def _mpsd(seen: Seen) -> Iterator[Finding]:
 
 
 _LOOKS: Final[tuple[Callable[[Seen], Iterator[Finding]], ...]] = (
-    _mpsd, _types, _sharing, _gpus, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _version,
+    _mpsd, _types, _sharing, _gpus, _hooks, _tracking, _devices, _other_daemons, _times, _script, _users, _takers,
+    _version,
 )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _row("POST /v1/leases/{id}/renew", lambda h: h.leases.renew, table.json(answer_types.Lease),
          "renewLease", "Give a lease more time", role=Role.USER, body=bodies.RenewRequest, errors=(507,)),
     _row("POST /v1/leases/{id}/holders", lambda h: h.leases.add_holder, table.json(answer_types.Lease),
-         "addHolder", "Tie a lease to another process, group or claim; take a claim", role=Role.USER,
+         "addHolder", "Tie a lease to another process, group or claim; take a claim",
          body=bodies.HolderRequest, errors=(409, 503, 507)),
     _row("POST /v1/leases/{id}/end", lambda h: h.leases.end, table.json(answer_types.Lease, 202),
          "endLease", "End the clients of a lease, and then the lease", role=Role.USER, errors=(507,)),

@@ -280,6 +280,20 @@ class TestAnothersLease:
             assert line.ask(uid=ADMIN, threads=1, memory="1GiB", gpu=lease["gpus"][0]).json["limit"] == "user"
             assert user.request("DELETE", path).status == 204
 
+    def test_an_observer_takes_what_was_left_for_it(self, node: Node, line: Line) -> None:
+        """Where a scheduler's hooks take out the leases, its users need no more than that, and have no more."""
+        owner = {"uid": OBSERVER, "gid": OBSERVER}
+        holder = {"claim": {"uid": OBSERVER}}
+        lease = line.granted(uid=ADMIN, threads=1, memory="1GiB", owner=owner, holder=holder)
+        path, token = f"/v1/leases/{lease['id']}", lease["env"]["MPSD_LEASE_TOKEN"]
+        with calling(node.socket, uid=USER) as user, calling(node.socket, uid=OBSERVER) as observer:
+            not_permitted(observer.admit(threads=1, memory="1GiB"))
+            not_permitted(user.request("POST", f"{path}/holders", {"token": token, "pid": user.pid}))
+            not_permitted(observer.request("POST", f"{path}/holders", {"token": "no", "pid": observer.pid}))
+            taken = observer.request("POST", f"{path}/holders", {"token": token, "pid": observer.pid})
+            assert taken.json["owner"]["pid"] == observer.pid
+            not_permitted(observer.request("POST", f"{path}/renew", {"ttl": 60}))
+
     @pytest.mark.parametrize(
         ("limit", "asked"),
         [

@@ -1,16 +1,16 @@
 """The program `mpsd-slurm`: the hooks of slurmd, its health check, and the service beside it.
 
 slurm.conf names hooks by a path without arguments: the name of the program, or its first argument, says which it is,
-and otherwise slurmd.
+and otherwise slurmd. Nothing of mpsd's is imported above: an upgrade may replace its files while a hook starts.
 """
 
 import gc
 import os
 import sys
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from mpsd.core.errors import MpsdError
-from mpsd.core.slurm.settings import FILE, Settings, parse
+if TYPE_CHECKING:
+    from mpsd.core.slurm.settings import Settings
 
 CONFIG: Final = "MPSD_SLURM_CONFIG"
 """The variable with the path of another configuration file; slurmd's hooks have none, unless slurmd was started so."""
@@ -48,7 +48,9 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _settings() -> Settings:
+def _settings() -> "Settings":
+    from mpsd.core.slurm.settings import FILE, Settings, parse
+
     try:
         with open(os.environ.get(CONFIG) or FILE, encoding="utf-8") as file:
             return parse(file.read())
@@ -58,19 +60,23 @@ def _settings() -> Settings:
 
 def _as_root(name: str) -> int:
     gc.disable()  # it ends before there is garbage, and slurmd waits for it
-    from mpsd.slurm import hooks
-
     try:
+        from mpsd.slurm import hooks
+
         getattr(hooks, name)(_settings(), os.environ)
     except Exception as error:  # noqa: BLE001 - whatever it is: the node must not be drained
-        hooks.said(error, getattr(error, "hint", ""))
+        hint = getattr(error, "hint", "")
+        sys.stderr.write(f"mpsd: {error}" + (f"; {hint}" if hint else "") + "\n")
     return 0
 
 
 def _as_user() -> int:
     gc.disable()
-    from mpsd.slurm import hooks
-
+    try:
+        from mpsd.slurm import hooks
+    except ImportError as error:
+        sys.stdout.write(f"print mpsd: {error}\n")
+        return 1
     try:
         sys.stdout.write(hooks.task_prolog(_settings(), os.environ))
     except Exception as error:  # noqa: BLE001 - the user must see it, and slurmstepd drops what comes to stderr
@@ -80,6 +86,7 @@ def _as_user() -> int:
 
 
 def _beside(name: str) -> int:
+    from mpsd.core.errors import MpsdError
     from mpsd.slurm import service
 
     try:

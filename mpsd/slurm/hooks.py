@@ -6,7 +6,6 @@ the user, and fails the job alone. None of them calls Slurm, and each ends withi
 """
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -282,8 +281,3 @@ def refusal(error: Exception) -> str:
     if isinstance(error, MpsdError):
         lines = [f"mpsd: {error.detail} [{error.code}]", *([f"  hint: {error.hint}"] if error.hint else [])]
     return "".join(f"print {' '.join(each.splitlines())}\n" for each in lines)
-
-
-def said(error: Exception, hint: str = "") -> None:
-    """Write to the log of slurmd, or of the task."""
-    sys.stderr.write(f"mpsd: {error}" + (f"; {hint}" if hint else "") + "\n")

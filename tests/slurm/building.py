@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,14 +20,23 @@ VERSIONS: Final = ("this Debian's", *SUITES)
 OLDEST_AND_NEWEST: Final = (VERSIONS[0], VERSIONS[-1])
 """For tests that take long, and ask of Slurm what the others ask too."""
 
-PACKAGES: Final = ("iproute2", "munge", "procps", "python3", "slurm-client", "slurmctld", "slurmd")
+HAS_KERNEL: Final = platform.machine() == "x86_64"
+"""Whether Debian has user-mode Linux for this architecture (tests/slurm/kernel.py)."""
+
+PACKAGES: Final = (
+    "iproute2", "munge", "procps", "python3", "slurm-client", "slurmctld", "slurmd",
+    *(["user-mode-linux"] if HAS_KERNEL else []),
+)  # fmt: skip
 """With python3 come the libraries that the interpreter of the tests needs, which runs in there too."""
 
-_LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
+_LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*", "/usr/lib/uml/modules/*.ko")
+
+MODULES: Final = ("overlay", "llc", "stp", "bridge", "veth", "unix_diag")
+"""The modules of that kernel that are not left out, in the order in which it takes them."""
 
 
 def _place(cache: Path, suite: str) -> Path:
-    recipe = hashlib.sha256(" ".join([suite, *PACKAGES, *_LEFT_OUT]).encode()).hexdigest()[:12]
+    recipe = hashlib.sha256(" ".join([suite, *PACKAGES, *_LEFT_OUT, *MODULES]).encode()).hexdigest()[:12]
     return cache / f"slurm-{suite}-{recipe}"
 
 
@@ -60,6 +70,7 @@ def root_file_system(suite: str) -> Path:
 
 def _build(suite: str, root: Path) -> None:
     without = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
+    without += [f"--dpkgopt=path-include=*/{name}.ko" for name in MODULES]
     # In a private mount namespace: after a kill, /proc and /sys would stay mounted in a directory that is then removed.
     # The index of a suite that is not released yet is signed for a week, and a mirror may be older.
     run(

@@ -27,8 +27,17 @@ PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 USERS: Final = {"ann": 3001, "bert": 3002, "cleo": 3003}
 
-_HIERARCHIES: Final = ("freezer", "devices")
+VERSION: Final = 2 if mounted("freezer") is None else 1
+"""The version of the control groups by which Slurm follows jobs here: 1 also on a machine that has both."""
+
+_HIERARCHIES: Final = ("freezer", "devices") if VERSION == 1 else ()
 """Those of version 1 that Slurm uses here: to follow the processes of a job, and to bar devices."""
+
+_PLUGIN: Final = {
+    1: "CgroupPlugin=cgroup/v1\nCgroupMountpoint={place}/cgroup\n",
+    2: "CgroupPlugin=cgroup/v2\nIgnoreSystemd=yes\n",
+}
+"""With version 2, slurmd takes only the hierarchy that the first process of the machine sees."""
 
 _CONFIGURATION: Final = """\
 ClusterName=toy
@@ -201,6 +210,9 @@ class Machine:
         for _, group in self.groups:
             if group.exists():
                 wait_until(lambda group=group: _removed(group), what=f"{group} to be empty", not_yet=(OSError,))  # type: ignore[misc]
+        if VERSION == 2 and (top := mounted("cgroup2")) is not None:
+            with contextlib.suppress(OSError):  # a cluster of another test may be in it
+                _removed(top / "system.slice" / f"{self.name}_slurmstepd.scope")
 
 
 @dataclass
@@ -220,7 +232,7 @@ class Cluster:
     more_gres: Mapping[str, int] = field(default_factory=dict)
     """Further GRES, each with its number, which stands for no device."""
     control_groups: bool = True
-    """Whether Slurm follows jobs by control groups of version 1; otherwise by what /proc tells of processes."""
+    """Whether Slurm follows jobs by control groups; otherwise by what /proc tells of processes."""
     constrain: bool = True
     """Whether it bars the devices of others, by control groups."""
     configless: bool = False
@@ -284,7 +296,7 @@ class Cluster:
             text += "ProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup\n"
             constrains = "yes" if self.constrain else "no"
             (etc / "slurm" / "cgroup.conf").write_text(
-                f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self.place}/cgroup\nConstrainDevices={constrains}\n"
+                f"{_PLUGIN[VERSION].format(place=self.place)}ConstrainDevices={constrains}\n"
                 "ConstrainCores=no\nConstrainRAMSpace=no\n"
             )
         else:

@@ -10,7 +10,7 @@ import pytest
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.slurm import database
-from tests.slurm.site import Site, start_service, stop_service
+from tests.slurm.site import Site, sites, start_service, stop_service
 from tests.slurm.site import site as running_site
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "slurmdbd", "mariadbd")
@@ -19,12 +19,22 @@ pytestmark = [pytest.mark.launchers(*_PROGRAMS), pytest.mark.root("run slurmd")]
 
 MIB = 2**20
 
+FIRST = "--nodelist=slurmnode"
+
 
 @pytest.fixture(scope="module")
-def site(private_root: Path, fork_server: ForkServer) -> Iterator[Site]:
-    with running_site(private_root / "db", fork_server, settings={"look": 1.0}, slurmdbd=True) as started:
-        start_service(started)
+def both(private_root: Path, fork_server: ForkServer) -> Iterator[list[Site]]:
+    options = {"nodes": 2, "settings": {"look": 1.0}, "slurmdbd": True}
+    with sites(private_root / "db", fork_server, **options) as started:  # type: ignore[arg-type]
+        for each in started:
+            start_service(each)
         yield started
+
+
+@pytest.fixture
+def site(both: list[Site]) -> Site:
+    """Return the node of slurmctld."""
+    return both[0]
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ def held(site: Site, lease: str) -> int:
 def test_a_job_that_held_most_at_its_end(site: Site) -> None:
     """slurmdbd has the most by any reading of mpsd's, beside what others wrote, and so has mpsd's own usage."""
     with site.driven() as client:
-        job = site.cluster.submit("ann", client.script, "--gres=mps:25", "--hold")
+        job = site.cluster.submit("ann", client.script, FIRST, "--gres=mps:25", "--hold")
         site.cluster.root_run("scontrol", "update", f"jobid={job}", "admincomment=checked by hand")
         site.cluster.root_run("scontrol", "release", str(job))
         granted = client.answer()["pinned_device_mem_limit"] // MIB
@@ -91,7 +101,7 @@ def test_a_job_that_held_most_at_its_end(site: Site) -> None:
 
 def test_short_jobs(site: Site) -> None:
     """Each element of an array has its own account, however short it was; the last one has the id of the array."""
-    job = site.cluster.submit("ann", "true", "--gres=mps:20", "--array=0-2")
+    job = site.cluster.submit("ann", "true", FIRST, "--gres=mps:20", "--array=0-2")
     site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()
     wait_until(lambda: len(recorded(site, job)) == 3, what="slurmdbd to know the array")
@@ -129,10 +139,25 @@ def comment(site: Site, name: str) -> str:
     return site.cluster.root_run("squeue", "-h", f"--jobs={name}", "--Format=admin_comment:300").stdout.strip()
 
 
+def test_two_services_write_one_comment(both: list[Site]) -> None:
+    """A job on two nodes has the part of each, also where one has written what it had read before the other wrote."""
+    site = both[0]
+    job = site.cluster.submit("ann", "true", "-N2", "--gres=mps:20", "--array=0-2")
+    parts = [f"mpsd({each.machine.name}): gpus=1 threads=20" for each in both]
+
+    def complete() -> bool:
+        texts = recorded(site, job).values()
+        return len(texts) == 3 and all(text.count(part) == 1 for text in texts for part in parts)
+
+    wait_for(site, "both parts of each account", complete)
+    for each in both:
+        each.wait_until_clean()
+
+
 def test_what_others_wrote_stays(site: Site) -> None:
     """sacctmgr of 22.05 would change their capital letters: then the account that slurmctld had at the end stays."""
     with site.driven() as client:
-        job = site.cluster.submit("ann", client.script, "--gres=mps:25", "--hold")
+        job = site.cluster.submit("ann", client.script, FIRST, "--gres=mps:25", "--hold")
         site.cluster.root_run("scontrol", "update", f"jobid={job}", "admincomment=JS1:H4sI")
         site.cluster.root_run("scontrol", "release", str(job))
         client.answer()

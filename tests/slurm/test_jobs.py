@@ -3,12 +3,15 @@
 import contextlib
 import re
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import wait_until
+from tests.slurm.cluster import VERSION
 from tests.slurm.site import ROOT, Site
 
 pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
@@ -30,12 +33,13 @@ def test_two_users_share_and_a_third_waits(site: Site) -> None:
         assert [each["mps"] for each in answers] == [True, True]
         assert answers[0]["gpu"] == answers[1]["gpu"]
         assert [each["active_thread_percentage"] for each in answers] == [60, 40]
+        release = site.cluster.root_run("slurmd", "-V").stdout.split()[1].rpartition(".")[0]
         for job, share in zip(jobs, (60, 40), strict=True):
             (lease,) = site.leases(job)
+            identity = lease["labels"]["slurm/identity"]
+            assert re.fullmatch(_IDENTITIES[release].format(job=job), identity)
             assert lease["active_thread_percentage"] == share
-            assert lease["holders"][0]["cgroup"].endswith(f"/job_{job}")
-            release = site.cluster.root_run("slurmd", "-V").stdout.split()[1].rpartition(".")[0]
-            assert re.fullmatch(_IDENTITIES[release].format(job=job), lease["labels"]["slurm/identity"])
+            assert _group(lease) == (identity if VERSION == 2 and release == "26.05" else f"job_{job}")
         waits = site.cluster.submit("cleo", third.script, "--gres=mps:10")
         wait_until(lambda: site.cluster.job(waits).get("Reason") == "Resources", what="the third job to wait")
         assert not site.leases(waits)
@@ -50,6 +54,12 @@ def test_two_users_share_and_a_third_waits(site: Site) -> None:
         for job in (*jobs, waits):
             site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()
+
+
+def _group(lease: Mapping[str, Any]) -> str:
+    """Return the name of the control group that holds a lease."""
+    (holder,) = lease["holders"]
+    return str(holder["cgroup"]).rpartition("/")[2]
 
 
 def test_a_job_that_lies_gets_no_more(site: Site) -> None:
@@ -247,6 +257,7 @@ def test_a_requeued_job_has_another_lease(site: Site) -> None:
         assert driven.answer()["active_thread_percentage"] == 50
         (second,) = site.leases(job)
         assert second["id"] != first["id"]
+        assert (_group(second) != _group(first)) == (VERSION == 2)  # each run has a SLUID of its own
         driven.tell("exit")
         site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()

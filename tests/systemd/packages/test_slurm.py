@@ -305,7 +305,7 @@ class TestSlurm:
         before = node.leases()
         refused = node.machine.run("dpkg", "--remove", "mpsd", check=False)
         assert refused.returncode == 1
-        assert "slurm.conf names mpsd's hooks, and slurmd runs" in refused.stderr
+        assert "without which Slurm drains the node: see /etc/slurm/slurm.conf\n" in refused.stderr
         assert node.leases() == before
         assert node.machine.show("mpsd-slurm.service", "ActiveState") == "active"
         node.clean()
@@ -328,6 +328,10 @@ class TestSlurm:
         (job,) = node.leases().values()
         for line in commands("removal"):
             machine.run("bash", "-c", line)
+        machine.run("ln", "-s", "/etc/mpsd/slurm/prolog", "/etc/slurm/prolog.d")
+        refused = machine.run("dpkg", "--remove", "mpsd", check=False)
+        assert "see /etc/slurm/prolog.d\n" in refused.stderr
+        machine.run("rm", "/etc/slurm/prolog.d")
         node.wait_until_it_is("mixed", "idle")
         other = node.job("ann", "sbatch --wrap=hostname")
         node.wait_for(other, "COMPLETED")

@@ -7,7 +7,7 @@ the user, and fails the job alone. None of them calls Slurm, and each ends withi
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -44,55 +44,80 @@ _MOST_LATE: Final = 16
 def prolog(settings: Settings, environment: Mapping[str, str]) -> None:
     """Take out the leases of a job, or note why it has none. Raises MpsdError and OSError where it cannot even that."""
     job, records = jobs.of(environment), Records(settings.state_dir)
-    earlier = records.read(job.id)
-    if earlier is not None and (earlier.over or earlier.identity != job.identity):
-        _end_earlier(settings, records, earlier)
+    refusal: MpsdError | None = None
+    request = None
     try:
         request = jobs.requested(job, believes_comment=settings.comment)
-    except MpsdError as refusal:
-        records.write(Record(job.id, job.identity, (), (), over=False))
-        records.tell(job, _refused(refusal))
-        return
-    if request is None:
-        return
+    except MpsdError as error:
+        refusal = error
+    asked = "" if request is None else f"{job.places} {request.threads} {request.memory}"
     with Client(settings.socket, deadline=_ANSWER) as api:
-        records.write(Record(job.id, job.identity, (), _request_ids(job), over=False))
-        try:
-            leases = _leases(settings, environment, api, job, request)
-        except UnreachableError as error:
-            told = _refused(error)
-            if settings.without_mpsd == "run":
-                told = {"without": f"mpsd does not answer ({error.detail}), so this job has no lease"}
-            records.tell(job, told)
+        record = records.read(job.id)
+        if record is not None and not _is_same_run(api, record, job, asked):
+            _end_earlier(api, records, record)
+            record = None
+        if request is None and refusal is None:
             return
-        except MpsdError as refusal:
-            records.tell(job, _refused(refusal))
-            return
-        ids = [str(each["id"]) for each in leases]
-        records.write(Record(job.id, job.identity, tuple(ids), _request_ids(job), over=False))
-        tokens = [each["env"].get("MPSD_LEASE_TOKEN", "") for each in leases]
-        records.tell(job, {"socket": settings.socket, "leases": ids, "tokens": tokens})
+        if record is None:
+            record = Record(job.id, _identity(job), asked, (), over=False)
+            records.write(record)
+        job = job._replace(identity=record.identity)
+        leases: list[answer_types.Lease] = []
+        if request is not None:
+            try:
+                leases = _leases(settings, environment, api, job, request, kept=record.leases)
+            except MpsdError as error:
+                refusal = error
+        if isinstance(refusal, UnreachableError) and settings.without_mpsd == "run":
+            records.tell(job, {"without": f"mpsd does not answer ({refusal.detail}), so this job has no lease"})
+        elif refusal is not None:
+            records.tell(job, {"refusal": refusal.detail, "hint": refusal.hint})
+        else:
+            ids = [str(each["id"]) for each in leases]
+            records.write(record._replace(leases=tuple(ids)))
+            tokens = [each["env"].get("MPSD_LEASE_TOKEN", "") for each in leases]
+            records.tell(job, {"socket": settings.socket, "leases": ids, "tokens": tokens})
 
 
-def _refused(error: MpsdError) -> dict[str, object]:
-    return {"refusal": error.detail, "hint": error.hint}
-
-
-def _end_earlier(settings: Settings, records: Records, earlier: Record) -> None:
-    """End the leases of an earlier job with the same id; without mpsd, the service ends them: nothing names them."""
-    with suppress(UnreachableError), Client(settings.socket, deadline=_ANSWER) as api:
+def _end_earlier(api: Client, records: Records, earlier: Record) -> None:
+    """End the leases of an earlier job with the same id; where mpsd does not, the service ends them: no record does."""
+    records.forget_task(earlier.job)
+    with suppress(MpsdError):
         _end(api, earlier, 0)
-    records.remove(earlier.job)
+    records.remove(earlier.job, earlier.identity)
 
 
-def _request_ids(job: Job) -> tuple[str, ...]:
-    return tuple(f"slurm/{job.identity}/{place}" for place in job.places)
+def _identity(job: Job) -> str:
+    """Return what no other job has, and no other run of it that Slurm's hooks could tell from this one."""
+    return job.identity if job.is_certain else f"{job.identity}.{os.urandom(4).hex()}"
+
+
+def _is_same_run(api: Client, earlier: Record, job: Job, asked: str) -> bool:
+    """Tell whether a record is of the run of the job that Prolog runs for, again.
+
+    slurmd repeats Prolog where it was restarted. Where Slurm does not tell jobs with the same id and user apart, it is
+    another one if it asks for something else, or if a lease has ended: mpsd has seen the end of its processes. While
+    they live, slurmd starts no other job with their id.
+    """
+    if earlier.over or not jobs.is_of(earlier.identity, job):
+        return False
+    if job.is_certain:
+        return True
+    with suppress(UnreachableError):
+        return earlier.asked == asked and not any(waiting.ended(api, each, within=0) for each in earlier.leases)
+    return earlier.asked == asked
 
 
 def _leases(
-    settings: Settings, environment: Mapping[str, str], api: Client, job: Job, request: Request
+    settings: Settings,
+    environment: Mapping[str, str],
+    api: Client,
+    job: Job,
+    request: Request,
+    *,
+    kept: Collection[str],
 ) -> list["answer_types.Lease"]:
-    """Return the leases of a job, one for each of its GPUs, or none of them. Raises MpsdError."""
+    """Return the leases of a job, one for each of its GPUs, or none but those that it had before. Raises MpsdError."""
     until = time.monotonic() + settings.wait
     gpus = waiting.through_a_restart(lambda: api.gpus()["gpus"], within=settings.wait)
     by_uuid = {each["uuid"]: each for each in gpus}
@@ -101,7 +126,7 @@ def _leases(
     order, by_minor = _order(settings, environment), _by_minor(gpus)
     leases: list[answer_types.Lease] = []
     try:
-        for place, request_id in zip(job.places, _request_ids(job), strict=True):
+        for place in job.places:
             gpu = by_uuid[gres.uuid_at(place, order, by_minor)]
             total = gpu["memory_total"] or 0
             memory = jobs.memory_of(request, total, total - gpu["memory_reserved"])
@@ -113,7 +138,7 @@ def _leases(
                 "processes_max": jobs.processes_of(request, gpu["clients_max"]),
                 "name": f"slurm-{job.id}",
                 "labels": {jobs.JOB: job.id, jobs.IDENTITY: job.identity},
-                "request_id": request_id,
+                "request_id": f"slurm/{job.identity}/{place}",
                 "owner": {"uid": job.uid, "gid": job.gid, "groups": _groups(job)},
                 "holder": {"claim": {"deadline": _UNTAKEN, "groups": job.groups}},
             }
@@ -123,7 +148,8 @@ def _leases(
             leases.append(waiting.take(api, asked, wait=left) if left else api.admit({**asked, "wait": 0}))
     except MpsdError:
         for each in leases:
-            api.release(each["id"])
+            if each["id"] not in kept:
+                api.release(each["id"])
         raise
     return leases
 
@@ -173,10 +199,11 @@ def task_prolog(settings: Settings, environment: Mapping[str, str]) -> str:
     number = jobs.job_in(_own_groups(), environment)
     told = Records(settings.state_dir).told(number) if number else None
     if told is None:
-        if jobs.has_share(environment):
+        if jobs.has_share(environment, believes_comment=settings.comment):
             raise NotFoundError(
-                f"job {number} has a share of a GPU by Slurm, and no lease: its Prolog has not run here",
-                hint="an administrator sets Prolog= and PrologFlags=Alloc,Contain: mpsctl slurm check",
+                f"job {number} has a share of a GPU by Slurm, and no lease: its Prolog has not run here, or failed",
+                hint="submit the job again: Slurm 22.05 may start one that it had lost without Prolog; an administrator"
+                " finds more in the log of slurmd, and by mpsctl slurm check",
             )
         return ""
     if "refusal" in told:
@@ -226,18 +253,20 @@ def epilog(settings: Settings, environment: Mapping[str, str]) -> None:
     job, records = jobs.of(environment), Records(settings.state_dir)
     record = records.read(job.id)
     if record is None:
+        records.remove(job.id, "")  # a Prolog that was killed may have left something
         return
-    if record.identity != job.identity:
+    if not jobs.is_of(record.identity, job):
         _forget_ended(settings, records, record)
         return
     records.forget_task(job.id)
-    if not record.request_ids:
-        records.remove(job.id)
+    if not record.asked:
+        records.remove(record.job, record.identity)
         return
-    records.write(record._replace(over=True))
+    with suppress(OSError):  # a full disk: its leases are ended all the same
+        records.write(record._replace(over=True))
     with Client(settings.socket, deadline=_ANSWER) as api:
         _end(api, record, settings.grace)
-        records.remove(job.id)
+        records.remove(record.job, record.identity)
         end_late(settings, api)
 
 
@@ -248,7 +277,7 @@ def _forget_ended(settings: Settings, records: Records, record: Record) -> None:
     """
     with Client(settings.socket, deadline=_ANSWER) as api:
         if record.leases and all(waiting.ended(api, each, within=_NOTICED) for each in record.leases):
-            records.remove(record.job)
+            records.remove(record.job, record.identity)
 
 
 def end_late(settings: Settings, api: Client) -> None:
@@ -257,14 +286,14 @@ def end_late(settings: Settings, api: Client) -> None:
     late = [each for each in records.all() if each.over]
     for each in late[:_MOST_LATE]:
         _end(api, each, 0)
-        records.remove(each.job)
+        records.remove(each.job, each.identity)
 
 
 def _end(api: Client, record: Record, grace: float) -> None:
     """End the leases of a job with their clients, and wait some time until they have ended. Raises MpsdError."""
-    leases = record.leases
-    if len(leases) < len(record.request_ids):
-        leases = tuple(each["id"] for each in api.leases()["leases"] if each["request_id"] in record.request_ids)
+    leases: Collection[str] = record.leases
+    if record.asked and not leases:  # Prolog was refused, or killed before it had stored what it got
+        leases = [each["id"] for each in api.leases()["leases"] if each["labels"].get(jobs.IDENTITY) == record.identity]
     left = []
     for each in leases:
         with suppress(NotFoundError):

@@ -19,10 +19,12 @@ PREFIX: Final = "mpsd: "
 _LONGEST: Final = 200
 """Characters of a reason: `sinfo -R` has one line for it."""
 
-ACTIVE: Final = frozenset(
-    {"RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING"}
-)
-"""The states of jobs that have resources of a node. Source: squeue(1)."""
+_OVER: Final = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING", "PREEMPTED",
+    "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "REVOKED", "SPECIAL_EXIT", "TIMEOUT",
+})  # fmt: skip
+"""The states of jobs that have no resources of a node, or none any more. Source: squeue(1). A state that is not known
+here ends no lease."""
 
 
 _OURS: Final = re.compile(r"mpsd\([^()]*\):", re.IGNORECASE)
@@ -159,13 +161,11 @@ def _parts(comment: str) -> list[str]:
     return [each.strip() for each in comment.split(";") if each.strip()]
 
 
-def is_active(state: str) -> bool:
-    """Tell whether a job in this state has something of a node, or is about to."""
-    return state.upper() in ACTIVE
+def is_over(state: str) -> bool:
+    """Tell whether a job in this state, empty for one that Slurm does not know, has nothing of a node."""
+    return not state or state.upper() in _OVER
 
 
 def gone(leases: Iterable["answer_types.Lease"], states: Mapping[str, str]) -> Collection[str]:
     """Return the ids of the leases whose jobs have nothing of this node any more, by the states of its jobs."""
-    return {
-        each["id"] for each in leases if JOB in each["labels"] and not is_active(states.get(each["labels"][JOB], ""))
-    }
+    return {each["id"] for each in leases if JOB in each["labels"] and is_over(states.get(each["labels"][JOB], ""))}

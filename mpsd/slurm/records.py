@@ -22,9 +22,10 @@ class Record(NamedTuple):
 
     job: str
     identity: str
+    asked: str
+    """What its leases were requested with; empty where none was. Written before the request: Prolog may be killed
+    before it knows a lease, and then the label with the identity names them."""
     leases: tuple[str, ...]
-    request_ids: tuple[str, ...]
-    """Those of its leases, written before they are requested: Prolog may be killed before it knows a lease."""
     over: bool
     """Whether Epilog has run, and could not end the leases."""
 
@@ -45,21 +46,26 @@ class Records:
 
     def tell(self, job: Job, told: Mapping[str, object]) -> None:
         """Write what the tasks of a job read."""
-        _write(f"{self._jobs}/{job.id}/task", told, job.uid)
+        _write(f"{self._jobs}/{job.id}/task", {"identity": job.identity, **told}, job.uid)
         with suppress(FileExistsError):
             os.symlink(job.id, f"{self._jobs}/{job.identity}")
 
     def told(self, job: str) -> Mapping[str, object] | None:
         """Return what the tasks of a job read, by its id or SLUID; None where Prolog wrote nothing for its user."""
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            return _read(f"{self._jobs}/{job}/task")
+            found = _read(f"{self._jobs}/{job}/task")
+            if job.isdecimal() or found["identity"] == job:  # the link of an earlier run may have stayed
+                return found
         return None
 
     def read(self, job: str) -> Record | None:
+        """Return the record of a job; one that nothing can be read from is that of a job that is over."""
         with suppress(FileNotFoundError):
-            found = _read(f"{self._jobs}/{job}/job")
-            names = ("leases", "request_ids")
-            return Record(**{**found, **{name: tuple(found[name]) for name in names}})
+            try:
+                found = _read(f"{self._jobs}/{job}/job")
+                return Record(**{**found, "leases": tuple(found["leases"])})
+            except (ValueError, TypeError, KeyError):
+                return Record(job, "", "", (), over=True)
         return None
 
     def all(self) -> Iterator[Record]:
@@ -74,17 +80,17 @@ class Records:
         with suppress(FileNotFoundError):
             os.unlink(f"{self._jobs}/{job}/task")
 
-    def remove(self, job: str) -> None:
-        """Remove the record of a job, if there is one."""
-        record = self.read(job)
-        self.forget_task(job)
-        if record is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(f"{self._jobs}/{record.identity}")
+    def remove(self, job: str, identity: str) -> None:
+        """Remove all of a job with this identity; what the next run of the job has written meanwhile stays."""
+        present = self.read(job)
+        if present is not None and present.identity != identity:
+            return
         with suppress(FileNotFoundError):
-            os.unlink(f"{self._jobs}/{job}/job")
-        with suppress(FileNotFoundError):
+            for name in os.listdir(f"{self._jobs}/{job}"):
+                os.unlink(f"{self._jobs}/{job}/{name}")
             os.rmdir(f"{self._jobs}/{job}")
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(f"{self._jobs}/{identity}")
 
 
 def _read(path: str) -> dict[str, Any]:

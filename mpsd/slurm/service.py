@@ -117,17 +117,16 @@ class Jobs:
 
     def end_unknown(self, leases: Collection["answer_types.Lease"], api: Client, records: Records) -> None:
         """End the leases of jobs that Slurm did not know twice in a row, and forget them. Raises MpsdError, OSError."""
-        recorded = {each.job: f"job {each.job}" for each in records.all()}
+        recorded = {f"job {each.job} {each.identity}": each for each in records.all()}
         states = self.slurm.states() if leases or recorded else {}
         ended = {*judge.gone(leases, states)}
-        forgotten = {job: name for job, name in recorded.items() if not judge.is_active(states.get(job, ""))}
+        forgotten = {name for name, each in recorded.items() if judge.is_over(states.get(each.job, ""))}
         for each in sorted(ended & self._unknown):
             _log(f"the lease {each} is ended with its clients: Slurm does not know its job any more")
             api.end(each)
-        for job, name in forgotten.items():
-            if name in self._unknown:
-                records.remove(job)
-        self._unknown = {*ended, *forgotten.values()} - self._unknown
+        for name in forgotten & self._unknown:
+            records.remove(recorded[name].job, recorded[name].identity)
+        self._unknown = {*ended, *forgotten} - self._unknown
 
 
 # -- the service -------------------------------------------------------------------------------------------------------

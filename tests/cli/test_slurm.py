@@ -59,12 +59,12 @@ def test_install_shows_and_writes_nothing(shared_node: Node, folder: Path) -> No
 
 
 def test_files_are_written_once_and_kept(tmp_path: Path) -> None:
-    """What is mpsd's follows its version; what a site may change is kept, and links to hooks are mended."""
+    """What is mpsd's follows its version; what a site may change is kept, and hooks are mended."""
     texts, kept = {tmp_path / "a": "1\n"}, {tmp_path / "b": "2\n"}
     first = [*slurm.put(texts, kept, hooks=tmp_path / "hooks")]
-    links = sorted(os.listdir(tmp_path / "hooks"))  # noqa: PTH208 - names are wanted
-    assert links == ["epilog", "health", "prolog", "task-prolog"]
-    assert len(first) == 2 + len(links)
+    hooks = sorted(os.listdir(tmp_path / "hooks"))  # noqa: PTH208 - names are wanted
+    assert hooks == ["epilog", "health", "prolog", "task-prolog"]
+    assert len(first) == 2 + len(hooks)
     assert not [*slurm.put(texts, kept, hooks=tmp_path / "hooks")]
     for each in "ab":
         (tmp_path / each).write_text("changed\n")
@@ -73,7 +73,21 @@ def test_files_are_written_once_and_kept(tmp_path: Path) -> None:
     again = [*slurm.put(texts, kept, hooks=tmp_path / "hooks")]
     assert len(again) == 2
     assert [(tmp_path / each).read_text() for each in "ab"] == ["1\n", "changed\n"]
-    assert (tmp_path / "hooks" / "prolog").readlink().name == "mpsd-slurm"
+    assert not (tmp_path / "hooks" / "prolog").is_symlink()
+
+
+def test_a_hook_in_a_user_s_environment(tmp_path: Path) -> None:
+    """TaskProlog has the variables of the job, which may be for another Python, or have modules of the same names."""
+    [*slurm.put({}, {}, hooks=tmp_path / "hooks")]
+    (tmp_path / "json.py").write_text("raise SystemExit(3)\n")
+    foreign = {"PYTHONHOME": str(tmp_path), "PYTHONPATH": str(tmp_path), "SLURM_JOB_GPUS": "0"}
+    share = {"SLURM_JOB_ID": "4711", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+    done = subprocess.run(
+        [tmp_path / "hooks" / "task-prolog"], env=foreign | share, cwd=tmp_path,
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("print mpsd: job 4711 has a share of a GPU by Slurm, and no lease"), done.stderr
+    assert done.returncode == 1
 
 
 def test_the_settings_of_install_are_accepted() -> None:

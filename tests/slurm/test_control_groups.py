@@ -15,6 +15,7 @@ tree with job_ID in the place of the SLUID.
 """
 
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -24,19 +25,27 @@ from tests.slurm.site import Start
 
 pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
 
-_CHOSEN = "two_users or lies or step or suspended or requeued or run_in_the_job"
+_CHOSEN: Final = (
+    *(
+        f"tests/slurm/test_jobs.py::test_{name}[forky]"
+        for name in (
+            "two_users_share_and_a_third_waits", "a_job_that_lies_gets_no_more", "a_step_asks_for_less",
+            "a_suspended_job_keeps_its_lease", "a_requeued_job_has_another_lease",
+        )
+    ),
+    "tests/slurm/test_control_groups.py::test_hooks_that_run_in_the_job[forky]",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(not building.HAS_KERNEL, reason="Debian has user-mode Linux for amd64 alone")
 @pytest.mark.timeout(300)  # a kernel with one processor, beside other tests
 def test_jobs_named_by_their_sluids(tmp_path: Path) -> None:
     """The holder of a lease is the group with the SLUID, whatever a job or one of its steps says."""
-    files = ("tests/slurm/test_jobs.py", __file__)
-    done = kernel.tests(tmp_path, *files, "-k", f"forky and ({_CHOSEN})", deadline=280)
+    done = kernel.tests(tmp_path, *_CHOSEN, deadline=280)
     if done.status is None:
         pytest.skip(f"user-mode Linux does not start here: {done.output[-300:]}")
     assert done.status == 0, done.output
-    assert " 6 passed" in done.output, done.output
+    assert f" {len(_CHOSEN)} passed" in done.output, done.output
 
 
 @pytest.mark.parametrize("slurm", ["forky"], indirect=True)

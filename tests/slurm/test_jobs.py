@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.harness import wait_until
+from tests.fork_server import ForkServer
+from tests.harness import remove_tree, wait_until
 from tests.slurm.cluster import VERSION
 from tests.slurm.site import ROOT, Site
+from tests.slurm.site import site as running_site
 
 pytestmark = [pytest.mark.launchers("slurmctld", "slurmd", "srun", "munged"), pytest.mark.root("run slurmd")]
 
@@ -233,7 +235,8 @@ def hurried(site: Site, job: int) -> bool:
     """Bring the start of a requeued job forward, and tell whether it has started.
 
     Slurm waits two minutes by itself, and sets that time when the job is requeued and again at the end of its Epilog.
-    22.05 runs no Prolog where the job starts within a second of its end.
+    Then it starts at the next look of the scheduler, which is up to `sched_interval` later, 60 seconds by default. On
+    22.05 a job that starts within a second of its end has no Prolog, and is refused by TaskProlog.
     """
     found = site.cluster.job(job)
     with contextlib.suppress(ValueError, KeyError):
@@ -242,9 +245,8 @@ def hurried(site: Site, job: int) -> bool:
     return found.get("JobState") == "RUNNING"
 
 
-@pytest.mark.parametrize("slurm", ["forky"], indirect=True)
 def test_a_requeued_job_has_another_lease(site: Site) -> None:
-    """With the newer Slurm alone: 22.05 sometimes leaves a requeued job in its queue for good."""
+    """Its lease ends with the run, and the next run has another."""
     with site.driven() as driven:
         job = site.cluster.submit("ann", driven.script, "--gres=mps:50", "--requeue")
         driven.answer()
@@ -262,6 +264,55 @@ def test_a_requeued_job_has_another_lease(site: Site) -> None:
         driven.tell("exit")
         site.cluster.wait_for_state(job, "COMPLETED")
     site.wait_until_clean()
+
+
+def test_an_id_that_slurmctld_gives_again(place: Path, fork_server: ForkServer) -> None:
+    """slurmctld is killed before it has stored a job: the next one has its id, on 22.05 its identity, and no more.
+
+    slurmd kills the first when it registers, and knows that its Prolog has run for about a second: where the next one
+    starts within it, it has no Prolog.
+    """
+    with running_site(place, fork_server) as started, started.driven() as driven:
+        job = started.cluster.submit("ann", driven.script, "--gres=mps:50")
+        driven.answer()
+        (lost,) = started.leases(job)
+        started.cluster.kill("slurmctld")
+        stored = started.cluster.place / "spool" / "ctld"
+        remove_tree(stored)
+        stored.mkdir()
+        started.cluster.start_slurmctld()
+        show = 'echo "has $MPSD_LEASE $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"'
+        again = wait_until(
+            lambda: started.cluster.submit("ann", show, "--gres=mps:20"),
+            what="slurmctld to take a job", not_yet=(AssertionError,), deadline=30,
+        )  # fmt: skip
+        assert again == job
+        state = started.cluster.wait_for_state(job, "COMPLETED", "FAILED", deadline=60)
+        said = started.cluster.output(job)
+        if state == "FAILED":
+            # Slurm may end it before it begins: then it has printed nothing.
+            assert not said or "its Prolog has not run here" in said, (said, started.story())
+            assert "has lease-" not in said
+        else:
+            assert re.search(r"has lease-\w+ 20", said), said
+            assert lost["id"] not in said
+        assert started.node.get(f"/v1/leases/{lost['id']}").json["state"] == "ended"
+        started.wait_until_clean()
+
+
+@pytest.mark.parametrize("share", ["mps", "shard"])
+def test_a_job_whose_prolog_has_not_run(place: Path, fork_server: ForkServer, share: str) -> None:
+    """TaskProlog refuses what would be a share without a limit; a job with a whole GPU runs."""
+    without = {"share": share, "settings": {"comment": True}, "more": lambda _: "Prolog=/bin/true\n"}
+    with running_site(place, fork_server, **without) as started:
+        job = started.cluster.submit("ann", "echo it ran", f"--gres={share}:1")
+        started.cluster.wait_for_state(job, "FAILED")
+        said = started.cluster.output(job)
+        assert "its Prolog has not run here" in said
+        assert "it ran" not in said
+        job = started.cluster.submit("ann", "echo it ran", "--gres=gpu:1")
+        started.cluster.wait_for_state(job, "COMPLETED")
+        started.cluster.wait_until_idle()
 
 
 def test_a_job_without_a_gpu_is_left_alone(site: Site) -> None:

@@ -124,13 +124,13 @@ def _serves_one_user(api: Client) -> bool | None:
     show_default=True,
     help="What users ask for: percent of a GPU's threads, or one of four parts of a GPU.",
 )
-@click.option("--apply", "applies", is_flag=True, help="Write the files, which are mpsd's alone, and link the hooks.")
+@click.option("--apply", "applies", is_flag=True, help="Write the files, which are mpsd's alone, and the hooks.")
 @with_api
 def install(api: Client, config: Path | None, share: str, *, applies: bool) -> None:
     """Show the lines for Slurm's configuration on this node.
 
     With --apply it writes them beside slurm.conf, as mpsd-slurm.conf and mpsd-gres.conf, for slurm.conf and gres.conf
-    to include; mpsd.lua, and a job_submit.lua unless there is one; the links to the hooks, in /etc/mpsd/slurm; and
+    to include; mpsd.lua, and a job_submit.lua unless there is one; the hooks, in /etc/mpsd/slurm; and
     /etc/mpsd/slurm.toml unless there is one. slurm.conf itself stays as it is. Nothing is started or stopped.
     """
     from mpsd.core.slurm import lines
@@ -191,7 +191,7 @@ def _shown(texts: dict[Path, str], kept: dict[Path, str]) -> Iterator[str]:
         if path.suffix != ".lua" or path in kept:
             yield text.rstrip()
         yield ""
-    yield f"# hooks: {_HOOKS}/prolog, epilog, task-prolog and health are links to mpsd-slurm"
+    yield f"# hooks: {_HOOKS}/prolog, epilog, task-prolog and health"
     yield "# to write all this: mpsctl slurm install --apply"
 
 

@@ -44,7 +44,9 @@ class Job(NamedTuple):
 
     id: str
     identity: str
-    """No other job has it, even one that Slurm gave the same id."""
+    """No other job has it, even one that Slurm gave the same id, where `is_certain`."""
+    is_certain: bool
+    """Whether Slurm tells hooks more of it than its id and user, which a later job may have too."""
     uid: int
     gid: int
     user: str
@@ -58,18 +60,24 @@ class Job(NamedTuple):
 
 
 def of(environment: Mapping[str, str]) -> Job:
-    """Return the job of Prolog or Epilog. Raises InvalidRequestError where these variables name none."""
+    """Return the job of Prolog or Epilog. Raises InvalidRequestError where these variables name none.
+
+    It is identified by its SLUID, or by its id and start time; 22.05 tells hooks neither.
+    """
     number, uid = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_UID", "")
     if not number.isdecimal() or not uid.isdecimal():
         raise InvalidRequestError(
             "SLURM_JOB_ID and SLURM_JOB_UID name no job", hint="let slurmd run this program, as Prolog= and Epilog="
         )
     gid, sluid = environment.get("SLURM_JOB_GID", uid), environment.get("SLURM_JOB_SLUID", "")
-    places = environment.get("SLURM_JOB_GPUS", "")
+    places, start = environment.get("SLURM_JOB_GPUS", ""), environment.get("SLURM_JOB_START_TIME", "")
     threads = environment.get(ACTIVE_THREAD_PERCENTAGE, "")
+    uncertain = f"{number}.u{uid}"
+    identity = sluid if _PLAIN.match(sluid) else f"{number}.{start}" if start.isdecimal() else uncertain
     return Job(
         id=number,
-        identity=_identity(environment),
+        identity=identity,
+        is_certain=identity != uncertain,
         uid=int(uid),
         gid=int(gid) if gid.isdecimal() else int(uid),
         user=environment.get("SLURM_JOB_USER", ""),
@@ -80,17 +88,13 @@ def of(environment: Mapping[str, str]) -> Job:
     )
 
 
-def _identity(environment: Mapping[str, str]) -> str:
-    """Return the SLUID, or the id with the start time; 22.05 tells hooks neither: the id with the user.
+def is_of(identity: str, job: Job) -> bool:
+    """Tell whether an identity, as Prolog has recorded it, is that of a job, or may be.
 
-    There, a later job of the same user with the same id counts as the same: its control group has the same path, too.
-    The number of restarts tells no job from another: the Epilog of a job that is requeued has that of the next run.
+    22.05 tells hooks neither SLUID nor start time, so Prolog adds something of its own to what they know. The number of
+    restarts tells no job from another: the Epilog of a job that is requeued has that of the next run.
     """
-    number, sluid = environment["SLURM_JOB_ID"], environment.get("SLURM_JOB_SLUID", "")
-    if _PLAIN.match(sluid):
-        return sluid
-    start = environment.get("SLURM_JOB_START_TIME", "")
-    return f"{number}.{start}" if start.isdecimal() else f"{number}.u{environment['SLURM_JOB_UID']}"
+    return identity == job.identity or (not job.is_certain and identity.startswith(f"{job.identity}."))
 
 
 def requested(job: Job, *, believes_comment: bool) -> Request | None:
@@ -153,10 +157,14 @@ def job_in(groups: Collection[str], environment: Mapping[str, str]) -> str:
     return next((each for each in named if each.isalnum()), "")
 
 
-def has_share(environment: Mapping[str, str]) -> bool:
-    """Tell whether Slurm gave a task a share of a GPU, as far as its environment tells."""
+def has_share(environment: Mapping[str, str], *, believes_comment: bool) -> bool:
+    """Tell whether Slurm gave a task a share of a GPU of which Prolog knows, as far as its environment tells.
+
+    The number of shards is in the environment of tasks alone: Prolog has it by the comment.
+    """
     gpus = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
-    return ACTIVE_THREAD_PERCENTAGE in environment and any(environment.get(each) for each in gpus)
+    shared = (ACTIVE_THREAD_PERCENTAGE, *(["SLURM_SHARDS_ON_NODE"] if believes_comment else []))
+    return any(each in environment for each in shared) and any(environment.get(each) for each in gpus)
 
 
 def chosen(count: int, environment: Mapping[str, str]) -> int:

@@ -4,7 +4,6 @@ import os
 import shutil
 import stat
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -112,24 +111,31 @@ def script() -> str:
     return (Path(__file__).parents[2] / "slurm" / "mpsd.lua").read_text(encoding="utf-8")
 
 
+_HOOK: Final = """\
+#!{python} -I
+import sys
+
+from mpsd.slurm.__main__ import main
+
+sys.exit(main(["{name}"]))
+"""
+"""A hook: TaskProlog runs in a user's environment, whose PYTHONHOME and PYTHONPATH would break or replace ours (-I)."""
+
+
 def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> Iterator[str]:
-    """Write the files, of `kept` only those that are not there, and link the hooks; yield what was done.
+    """Write the files, of `kept` only those that are not there, and the hooks; yield what was done.
 
     Raises OSError, and ConfigurationError where other users could replace the program that the hooks are.
     """
-    for path, text in {**texts, **{path: text for path, text in kept.items() if not path.exists()}}.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if atomic_file.read(path) != text.encode():
-            atomic_file.write(path, text.encode(), mode=0o644)
-            yield f"write {path}"
-    own = Path(sysconfig.get_path("scripts"), "mpsd-slurm")
-    own = own if own.exists() else Path(sys.argv[0]).resolve().with_name("mpsd-slurm")
-    for each in (own, own.resolve()):  # slurmd runs it as root
+    for each in (Path(sys.executable), Path(sys.executable).resolve(), Path(__file__)):  # slurmd runs them as root
         path_safety.check_path(each)
-    hooks.mkdir(parents=True, exist_ok=True)
-    for name in (*HOOKS.values(), HEALTH):
-        link = hooks / name
-        if not link.is_symlink() or link.readlink() != own:
-            link.unlink(missing_ok=True)
-            link.symlink_to(own)
-            yield f"link {link} to {own}"
+    wanted = {
+        hooks / name: (_HOOK.format(python=sys.executable, name=name), 0o755) for name in (*HOOKS.values(), HEALTH)
+    }
+    wanted |= {path: (text, 0o644) for path, text in texts.items()}
+    wanted |= {path: (text, 0o644) for path, text in kept.items() if not path.exists()}
+    for path, (text, mode) in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or atomic_file.read(path) != text.encode():
+            atomic_file.write(path, text.encode(), mode=mode)
+            yield f"write {path}"

@@ -27,6 +27,30 @@ def test_identity(more: dict[str, str], identity: str) -> None:
     assert found.groups == (("job_7", identity) if identity.startswith("s") else ("job_7",))
 
 
+def test_whose_an_identity_is() -> None:
+    """Where hooks know the id and user alone, each identity with them may be the job's."""
+    uncertain, certain = job.of(MPS), job.of({**MPS, "SLURM_JOB_START_TIME": "1795"})
+    for identity, is_its in (("7.u3001.5f", True), ("7.u30010.5f", False), ("17.u3001.5f", False), ("7.1795", False)):
+        assert job.is_of(identity, uncertain) == is_its, identity
+    assert job.is_of("7.1795", certain)
+    assert not job.is_of("7.1795.5f", certain)
+    assert not job.is_of("7.1796", certain)
+
+
+@pytest.mark.parametrize(
+    ("environment", "believes_comment", "has"),
+    [
+        ({"SLURM_JOB_GPUS": "0"}, True, False),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, True, False),
+        ({"SLURM_JOB_GPUS": "0", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, False, True),
+        ({"SLURM_JOB_GPUS": "0", "SLURM_SHARDS_ON_NODE": "1"}, True, True),
+        ({"SLURM_JOB_GPUS": "0", "SLURM_SHARDS_ON_NODE": "1"}, False, False),
+    ],
+)
+def test_tasks_with_a_share(environment: dict[str, str], *, believes_comment: bool, has: bool) -> None:
+    assert job.has_share(environment, believes_comment=believes_comment) == has
+
+
 @pytest.mark.parametrize("lacking", [*PROLOG][:2])
 def test_no_job(lacking: str) -> None:
     with pytest.raises(InvalidRequestError):

@@ -7,6 +7,7 @@ part of them read-only, so the test mounts the two that Slurm uses anew. Simulat
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ MOST: Final = 10
 USERS: Final = {"ann": 3001, "bert": 3002, "cleo": 3003}
 
 _HOST: Final = "slurmnode"
+
+_DEADLINE: Final = 90.0
+"""Seconds for what takes a few: the machine may be busy."""
 
 _SLURM_CONF: Final = f"""\
 ClusterName=toy
@@ -122,6 +126,10 @@ class Node:
         self.machine.run("systemctl", "restart", "munge", "slurmctld", "slurmd")
         self.wait_until_it_is("idle")
 
+    def dpkg(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run dpkg, which compiles mpsd."""
+        return self.machine.run("dpkg", *arguments, check=check, timeout=3 * _DEADLINE)
+
     # -- Slurm --------------------------------------------------------------------------------------------------------
 
     def state(self) -> str:
@@ -132,7 +140,7 @@ class Node:
 
     def wait_until_it_is(self, *states: str) -> None:
         try:
-            wait_until(lambda: self.state() in states, what=f"the node to be {' or '.join(states)}", deadline=40)
+            wait_until(lambda: self.state() in states, what=f"the node to be {' or '.join(states)}", deadline=_DEADLINE)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.state()}, {self.reason()}\n{self.story()}") from None
 
@@ -154,7 +162,7 @@ class Node:
             wait_until(
                 lambda: self.shown(job).get("JobState") in states,
                 what=f"{job} to be {' or '.join(states)}",
-                deadline=60,
+                deadline=_DEADLINE,
             )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.shown(job)}\n{self.story()}") from None
@@ -170,7 +178,9 @@ class Node:
             return found if len(found) >= count else None
 
         try:
-            return [json.loads(each) for each in wait_until(lines, what=f"{count} answers of {job}", deadline=40)]
+            return [
+                json.loads(each) for each in wait_until(lines, what=f"{count} answers of {job}", deadline=_DEADLINE)
+            ]
         except AssertionError as error:
             outputs = [each.read_text() for each in self.machine.path("/home").glob("*/slurm-*.out")]
             raise AssertionError(f"{error}\n{outputs}\n{self.shown(job)}\n{self.story()}") from None
@@ -208,7 +218,7 @@ def node(tmp_path_factory: pytest.TempPathFactory, packages: Packages) -> Iterat
         node.prepare()
         for package in packages:
             machine.copy(package, f"/root/{package.name}")
-        machine.run("dpkg", "--install", f"/root/{packages.first.name}")
+        node.dpkg("--install", f"/root/{packages.first.name}")
         machine.run("mpsctl", "service", "configure", "slurm")
         machine.run("mv", "/etc/mpsd/mpsd.toml.new", "/etc/mpsd/mpsd.toml")
         machine.run("systemctl", "restart", "mpsd")
@@ -225,7 +235,7 @@ def rebooted(node: Node) -> Node:
     return node
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 class TestSlurm:
     """The tests, in their order."""
 
@@ -252,9 +262,9 @@ class TestSlurm:
             node.tell(user, "alloc 2GiB")
             assert [each["ok"] for each in node.answers(job, 3)] == [True, False, True]
         assert sorted(node.leases().values()) == jobs
-        wait_until(lambda: node.shown(waits).get("Reason") == "Resources", what="the third to wait")
+        wait_until(lambda: node.shown(waits).get("Reason") == "Resources", what="the third to wait", deadline=_DEADLINE)
         assert "fail" not in node.machine.run("mpsctl", "slurm", "check").stdout
-        wait_until(lambda: "held=2048M" in node.shown(1)["AdminComment"], what="AdminComment", deadline=30)
+        wait_until(lambda: "held=2048M" in node.shown(1)["AdminComment"], what="AdminComment", deadline=_DEADLINE)
         node.clean()
 
     def test_its_service(self, node: Node) -> None:
@@ -291,9 +301,9 @@ class TestSlurm:
         machine.run("systemctl", "restart", "slurmctld", "slurmd")
         node.wait_until_it_is("mixed")
         pid = machine.show("mpsd-slurm.service", "MainPID")
-        machine.run("dpkg", "--install", f"/root/{packages.second.name}")
+        node.dpkg("--install", f"/root/{packages.second.name}")
         assert machine.show("mpsd-slurm.service", "MainPID") not in {pid, "0"}
-        wait_until(lambda: node.leases() == before, what="the leases")
+        wait_until(lambda: node.leases() == before, what="the leases", deadline=_DEADLINE)
         for job, user in ((1, "ann"), (2, "bert")):
             node.tell(user, "alloc 1GiB")
             assert node.answers(job, 4)[-1]["ok"]
@@ -303,7 +313,7 @@ class TestSlurm:
     def test_no_removal_below_slurm(self, node: Node) -> None:
         """While slurmd would call the hooks, the package stays: Slurm drains a node whose Prolog is not there."""
         before = node.leases()
-        refused = node.machine.run("dpkg", "--remove", "mpsd", check=False)
+        refused = node.dpkg("--remove", "mpsd", check=False)
         assert refused.returncode == 1
         assert "without which Slurm drains the node: see /etc/slurm/slurm.conf\n" in refused.stderr
         assert node.leases() == before
@@ -329,7 +339,7 @@ class TestSlurm:
         for line in commands("removal"):
             machine.run("bash", "-c", line)
         machine.run("ln", "-s", "/etc/mpsd/slurm/prolog", "/etc/slurm/prolog.d")
-        refused = machine.run("dpkg", "--remove", "mpsd", check=False)
+        refused = node.dpkg("--remove", "mpsd", check=False)
         assert "see /etc/slurm/prolog.d\n" in refused.stderr
         machine.run("rm", "/etc/slurm/prolog.d")
         node.wait_until_it_is("mixed", "idle")
@@ -339,7 +349,7 @@ class TestSlurm:
         assert node.answers(job, 2)[-1]["ok"]
         machine.run("scancel", str(job))
         node.wait_until_it_is("idle")
-        machine.run("dpkg", "--purge", "mpsd")
+        node.dpkg("--purge", "mpsd")
         assert (
             machine.run("systemctl", "is-active", "mpsd", "mpsd-slurm", check=False).stdout.split() == ["inactive"] * 2
         )

@@ -171,7 +171,8 @@ class Keepers:
 
         Only the user's own processes are read, and nobody else's leases wait for that.
         """
-        tokens = [self._ledger.leases[each].token for each in alone]
+        leases = (self._ledger.leases.get(each) for each in alone)  # one may have ended since this was to begin
+        tokens = [each.token for each in leases if each is not None]
         unseen, found = "", Carriers()
         try:
             answer = await self._reader.ask(f"uid {uid}", foreign_files.carriers, uid, TOKEN, tokens)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import subprocess
+import time
 
 import pytest
 
@@ -68,6 +70,24 @@ def test_one_after_another(make_node: Start) -> None:
                 program.kill()
         assert node.get(f"/v1/leases/{lease['id']}").status == 200  # mpsd has seen that end, or will in this turn
     assert len(node.leases()) <= 1
+
+
+@pytest.mark.thorough
+def test_released_as_its_process_ends(make_node: Start) -> None:
+    """A lease may be released at any moment after its last process has ended, before mpsd has looked for others."""
+    node = make_node(simulate=1, control=None).start()
+    for number in range(300):
+        with subprocess.Popen(["sleep", "1000"]) as program, socket.socket(socket.AF_UNIX) as caller:
+            lease = node.lease(threads=10, pid=program.pid)["id"]
+            caller.connect(str(node.socket))
+            caller.sendall(f"DELETE /v1/leases/{lease} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\n".encode())
+            program.kill()
+            moment = time.monotonic() + number % 150 * 1e-5  # mpsd decides within a millisecond or so
+            while time.monotonic() < moment:
+                pass
+            caller.sendall(b"\r\n")
+            assert caller.recv(64).startswith(b"HTTP/1.1 ")
+    assert node.exited() is None
 
 
 def hint(node: Node, **asked: object) -> str:

@@ -420,7 +420,7 @@ class Roles:
     """
 
     observers: tuple[str, ...] = names_row(
-        (), "Users and %groups that may read, and take leases that root left for them; `*` means all users."
+        (), "Users and %groups that may read, and use leases that root left for them; `*` means all users."
     )
     users: tuple[str, ...] = names_row(
         ("*",), "Users and %groups that may read, take out leases, and end their own leases; `*` means all users."

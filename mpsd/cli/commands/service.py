@@ -47,9 +47,7 @@ def service() -> None:
 
 
 _PROFILE: Final = click.Choice([each.value for each in Profile])
-_GROUP: Final = click.option(
-    "--group", metavar="GROUP", help="Group whose members may take out leases.  [default: all users]"
-)
+_GROUP: Final = click.option("--group", metavar="GROUP", help="Group of those who use the GPUs.  [default: all users]")
 
 
 def _configuration(profile: str, group: str | None) -> str:

@@ -125,7 +125,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _row("POST /v1/leases/{id}/end", lambda h: h.leases.end, table.json(answer_types.Lease, 202),
          "endLease", "End the clients of a lease, and then the lease", role=Role.USER, errors=(507,)),
     _row("POST /v1/leases/{id}/attach", lambda h: h.leases.attach, table.json(answer_types.Lease),
-         "openLease", "Open the limits for the further processes of a lease", role=Role.USER, errors=(409,)),
+         "openLease", "Open the limits for the further processes of a lease", errors=(409,)),
     _row("GET /v1/leases/{id}/cdi", lambda h: h.leases.cdi,
          table.document(
              "The CDI document of a lease that is claimed: a runtime that reads it gives a container this lease."),
@@ -134,7 +134,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
          "verifyLease", "Whether every process of a lease is under MPS and within its limits"),
     _row("POST /v1/leases/{id}/gate", lambda h: h.leases.gate, table.json(answer_types.Gate),
          "passGate", "Wait until the processes of a lease are there and verified: all begin, or all fail",
-         role=Role.USER, body=bodies.GateRequest, errors=(409, 503)),
+         body=bodies.GateRequest, errors=(409, 503)),
     _row("DELETE /v1/leases/{id}", lambda h: h.leases.release, table.nothing(204),
          "releaseLease", "Release a lease", role=Role.USER, query=ReleaseQuery, errors=(409, 507)),
     _operation("reset", lambda h: h.operators.reset, "Start a failed control daemon again", role=Role.ADMIN),

@@ -55,7 +55,9 @@ def test_every_file_passes(profile: Profile, real: RealDaemon, environment: dict
     assert made.returncode == 0, made.stderr
     path.write_text(made.stdout)
     settings = parse(made.stdout)
-    assert settings.roles.users == (f"%{_GROUP}",)
+    roles = settings.roles
+    taken, read = ((), (f"%{_GROUP}",)) if profile is Profile.SLURM else ((f"%{_GROUP}",), ())
+    assert (roles.users, roles.observers) == (taken, read)
     if profile in {Profile.SHARED_SERVER, Profile.ONE_USER}:
         assert settings.quota["*"].memory == 80 * GIB
     limited = profile in {Profile.SHARED_SERVER, Profile.SLURM} and real.branch < 555

@@ -292,7 +292,11 @@ class TestAnothersLease:
             not_permitted(observer.request("POST", f"{path}/holders", {"token": "no", "pid": observer.pid}))
             taken = observer.request("POST", f"{path}/holders", {"token": token, "pid": observer.pid})
             assert taken.json["owner"]["pid"] == observer.pid
+            # It uses the lease, whose limits and end are the hooks'.
+            assert observer.request("POST", f"{path}/attach").status == 200
+            assert observer.request("POST", f"{path}/gate", {"processes": 1, "within": 1}).status == 409
             not_permitted(observer.request("POST", f"{path}/renew", {"ttl": 60}))
+            not_permitted(observer.request("DELETE", path))
 
     @pytest.mark.parametrize(
         ("limit", "asked"),

@@ -81,10 +81,15 @@ class Accounting:
     _version: str = ""
 
     def __post_init__(self) -> None:
-        """Go on from what an earlier service left. Raises OSError and ValueError."""
-        found = json.loads(atomic_file.read(self.state_dir / _FILE) or b"{}")
-        self._due = {job: _Due(*each) for job, each in found.get("due", {}).items()}
-        self._seen = {*found.get("seen", ())}
+        """Go on from what an earlier service left. Raises OSError."""
+        path = self.state_dir / _FILE
+        try:
+            found = json.loads(atomic_file.read(path) or b"{}")
+            due, seen = {job: _Due(*each) for job, each in found.get("due", {}).items()}, {*found.get("seen", ())}
+        except (ValueError, TypeError, AttributeError) as error:
+            self.log(f"{path} is damaged, and begins anew, without the last accounts of earlier jobs: {error}")
+            return
+        self._due, self._seen = due, seen
 
     def account(self, api: "Client", now: float) -> None:
         """Write what each job has, where that has changed, and note what ended. Raises MpsdError and OSError."""

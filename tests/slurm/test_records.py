@@ -18,7 +18,9 @@ import pytest
 
 from mpsd.core.slurm import job as jobs
 from mpsd.slurm import node as judge
+from mpsd.slurm.accounting import Accounting
 from mpsd.slurm.records import Record, Records
+from mpsd.slurm.slurm_programs import SlurmPrograms
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree, wait_until
 from tests.node import Node, running
@@ -229,3 +231,13 @@ def test_which_leases_end(state: str | None, ends: bool) -> None:  # noqa: FBT00
     """Those of jobs that Slurm does not know, or knows to have nothing of the node."""
     lease: Any = {"id": "lease-1", "labels": {jobs.JOB: "12"}}
     assert bool(judge.gone([lease], {} if state is None else {"12": state})) == ends
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"due": {"7": 1}}', b'{"seen": 7}'])
+def test_accounts_that_nothing_can_be_read_from(tmp_path: Path, content: bytes) -> None:
+    """The service begins anew, and says so."""
+    (tmp_path / "accounts").write_bytes(content)
+    said: list[str] = []
+    Accounting(SlurmPrograms("node1", {}), tmp_path, said.append)
+    assert len(said) == 1
+    assert str(tmp_path / "accounts") in said[0]

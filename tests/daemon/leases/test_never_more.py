@@ -71,8 +71,11 @@ def look_at(client: SimulatedClient) -> Seen:
     return Seen(round(hello["active_thread_percentage"] * 10), hello["pinned_device_mem_limit"], allocated)
 
 
-def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
-    """Have a process request a lease, become a client in an environment of its own, and exit; return both."""
+def granted_client(node: Node, dice: random.Random, *, may_be_full: bool) -> tuple[Limits, Seen]:
+    """Have a process request a lease, become a client in an environment of its own, and exit; return both.
+
+    `may_be_full`: others may have any memory, so that none is left for its context.
+    """
     limits = Limits(
         ActiveThreadPercentage(dice.randint(1, 999 // TOGETHER)), PinnedDeviceMemLimit(dice.randint(1, 16 * 1024))
     )
@@ -84,6 +87,8 @@ def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
         assert answer.status == 201, answer.body
         assert client.process.stdin is not None
         client.process.stdin.write(b"\n")
+        if may_be_full and client.hello.get("error") == "CUDA_ERROR_OUT_OF_MEMORY":
+            return limits, Seen(0, 0, 0)
         assert client.hello["ok"], client.hello
         return limits, look_at(client)
 
@@ -177,6 +182,7 @@ def test_never_more(make_node: Start, mode: Attach, unadmitted: Unadmitted) -> N
     node = make_node(simulate=1, control=None, config=config).start()
     gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     runs, closed = 0, CLOSED[unadmitted]
+    may_be_full = mode is not Attach.STRICT and closed[1] is None
     with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
         assert keeper.hello["mps"]  # so that a server runs, and the GPU is taken
         assert keeper.alloc("1MiB")["ok"]  # so that mpsd no longer waits for its context
@@ -186,7 +192,8 @@ def test_never_more(make_node: Start, mode: Attach, unadmitted: Unadmitted) -> N
         while runs < RUNS:
             together = dice.randint(1, TOGETHER)
             others = [pool.submit(foreigner, node)] if unadmitted is Unadmitted.DENY else []
-            calls = [pool.submit(granted_client, node, random.Random(dice.random())) for _ in range(together)]
+            seeds = [random.Random(dice.random()) for _ in range(together)]
+            calls = [pool.submit(granted_client, node, each, may_be_full=may_be_full) for each in seeds]
             found = [call.result(timeout=60) for call in calls]
             assert all(other.result(timeout=60)["error"] == "CUDA_ERROR_DEVICE_UNAVAILABLE" for other in others)
             sizes = [part_of(limits) for limits, _ in found]

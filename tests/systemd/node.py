@@ -65,7 +65,9 @@ class Service:
         self.machine.enable(*UNITS)
 
     def simulate_all(self) -> None:
-        """Start mpsd with the simulator's control daemons, whose servers need no GPU; no mpsd runs before."""
+        """Start mpsd with the simulator's control daemons, whose servers need no GPU, in place of NVIDIA's."""
+        self.machine.run("systemctl", "stop", "holder.service", check=False)
+        self.machine.run("systemctl", "start", STOP)
         for unit, more in (("mpsd.service", ""), (STOP, " --stop-daemons")):
             command = f"/usr/bin/mpsd run --simulate 2{more}"
             self.drop_in(unit, "zz-simulator", f"[Service]\nExecStart=\nExecStart={command}\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.core.errors import ConfigurationError
 from mpsd.core.slurm import settings
 from mpsd.system.host import slurm
 from tests.node import Node
@@ -104,3 +105,14 @@ def test_a_hook_by_a_link_of_any_name(tmp_path: Path) -> None:
         variables = {"SLURM_SCRIPT_CONTEXT": context, **job}
         done = subprocess.run([link], env=variables, capture_output=True, text=True, timeout=30, check=False)
         assert (done.returncode, done.stderr[: len(said)]) == (status, said)
+
+
+def test_a_program_that_users_cannot_run(tmp_path: Path) -> None:
+    """TaskProlog runs as a job's user: what is installed in a closed directory is no hook."""
+    slurm.check_open(Path("/usr/bin/env"))
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "python3").touch(mode=0o755)
+    with pytest.raises(ConfigurationError) as refused:
+        slurm.check_open(closed / "python3")
+    assert refused.value.hint.endswith(f"chmod o+rx {closed}")

@@ -164,6 +164,8 @@ def install(api: Client, config: Path | None, share: str, *, applies: bool) -> N
         click.echo("\n".join(_shown(texts, kept)))
         return
     with of_files():
+        for program in files.HOOK_PROGRAMS:
+            files.check_open(program)
         for each in files.put(texts, kept, hooks=_HOOKS):
             click.echo(as_here(plain(each)))
     click.echo("\n".join(_further(place, kept)))

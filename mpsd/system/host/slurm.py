@@ -122,12 +122,33 @@ sys.exit(main(["{name}"]))
 """A hook: TaskProlog runs in a user's environment, whose PYTHONHOME and PYTHONPATH would break or replace ours (-I)."""
 
 
+HOOK_PROGRAMS: Final = (Path(sys.executable), Path(sys.executable).resolve(), Path(__file__))
+"""What a hook runs: the interpreter, and mpsd's modules."""
+
+_OF_PACKAGES: Final = Path(__file__).parents[:4]
+"""The directories of mpsd's modules, up to the one that Python is told of, which it lists."""
+
+
+def check_open(path: Path) -> None:
+    """Refuse a file that users cannot read: TaskProlog is run by them. Raises ConfigurationError and OSError."""
+    for each in (path, *path.parents):
+        mode = each.stat().st_mode
+        wanted = stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+        if each in _OF_PACKAGES:
+            wanted |= stat.S_IROTH
+        if mode & wanted != wanted:
+            raise ConfigurationError(
+                f"{each} is closed to users, who run {path} in TaskProlog: each job with a share would fail",
+                hint=f"install mpsd and its Python where users can read them, as in /opt/mpsd; or: chmod o+rx {each}",
+            )
+
+
 def put(texts: Mapping[Path, str], kept: Mapping[Path, str], *, hooks: Path) -> Iterator[str]:
     """Write the files, of `kept` only those that are not there, and the hooks; yield what was done.
 
     Raises OSError, and ConfigurationError where other users could replace the program that the hooks are.
     """
-    for each in (Path(sys.executable), Path(sys.executable).resolve(), Path(__file__)):  # slurmd runs them as root
+    for each in HOOK_PROGRAMS:  # slurmd runs them as root
         path_safety.check_path(each)
     wanted = {
         hooks / name: (_HOOK.format(python=sys.executable, name=name), 0o755) for name in (*HOOKS.values(), HEALTH)

@@ -20,12 +20,13 @@ class _Put:
 _stack: Final[list[_Put]] = []
 """The last one is in force."""
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""A thread may take it again, such as a signal handler that ends a lease while another is ended."""
 
 
 def _renew_lock() -> None:
     global _lock  # noqa: PLW0603 - another thread of the parent may have held it
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

@@ -57,6 +57,10 @@ class Process(subprocess.Popen[bytes]):
         try:
             if self.is_started_here:
                 self.end()
+        except BaseException:  # such as KeyboardInterrupt, before it could begin: Popen waits for the program's end
+            if self.is_started_here:
+                self.kill()
+            raise
         finally:
             super().__exit__(kind, error, traceback)
 

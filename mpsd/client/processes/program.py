@@ -57,11 +57,9 @@ class Process(subprocess.Popen[bytes]):
         try:
             if self.is_started_here:
                 self.end()
-        except BaseException:  # such as KeyboardInterrupt, before it could begin: Popen waits for the program's end
-            if self.is_started_here:
-                self.kill()
-            raise
         finally:
+            if self.is_started_here:
+                self.kill()  # where end() was interrupted before it could begin: Popen waits for the program's end
             super().__exit__(kind, error, traceback)
 
     @property

@@ -107,3 +107,25 @@ def test_killed_anywhere(node: Node, short_tmp: Path, name: str, victim: str) ->
     chosen = random.Random(f"{name} {victim}")
     for line in sorted(chosen.sample(range(1, total), 10)):
         run(short_tmp, node, name, victim, line)
+
+
+def test_interrupted_before_the_end_begins(node: Node, short_tmp: Path) -> None:
+    """Ctrl-C where a block begins to end its program: it is ended, and nobody waits for it."""
+    text = """
+        import signal
+
+        def trace(frame, event, _):
+            if frame.f_code.co_name == "end" and frame.f_code.co_filename.endswith("/program.py"):
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+
+        try:
+            with mpsd.spawn(["sleep", "1000"], fraction=0.1):
+                sys.settrace(trace)
+        except KeyboardInterrupt:
+            tell("interrupted")
+        """
+    with Script(short_tmp, node, text) as script:
+        assert script.hear() == ["interrupted"]
+        assert script.end()[0] == 0
+    wait_until_free(node)
